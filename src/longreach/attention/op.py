@@ -1,0 +1,236 @@
+"""Attention of one chunk of a token tree: dense blocks over the layer's keys, merged through the log-sum-exp.
+
+Shape suffixes: C query rows of the chunk, T packed tokens of the step, N key rows of one block, H query heads,
+K key/value heads, D query/key head size, W value head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .select import Backend, select
+
+
+@dataclass(frozen=True)
+class BlockCall:
+    """One kernel call of a chunk: query rows [q0, q1) of the chunk against some of the layer's keys.
+
+    Attributes:
+        q0, q1: rows of the chunk.
+        keys: ranges of packed tokens whose keys, joined in this order, the call sees.
+        cu_q, cu_k: boundaries of the varlen pairs within the call's queries and keys.
+        causal: bottom-right aligned causal mask within each pair; False for no mask.
+        window: with causal, the last `window` keys only.
+    """
+
+    q0: int
+    q1: int
+    keys: tuple[tuple[int, int], ...]
+    cu_q: tuple[int, ...]
+    cu_k: tuple[int, ...]
+    causal: bool
+    window: int | None = None
+
+
+class KeyValues:
+    """Keys and values of one layer for all packed tokens and, in a backward pass, what each is owed.
+
+    `k_TKD`, `v_TKW` in the model's dtype; `dk_TKD`, `dv_TKW` gradient sums in at least fp32, added in a fixed order.
+    The buffers are made when the first chunk shows the layer's shapes, and serve one layer after the other.
+    """
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+        self._held: dict[str, Tensor] = {}
+        self._zeroed = False
+
+    @property
+    def k_TKD(self) -> Tensor:
+        return self._held["k"]
+
+    @property
+    def v_TKW(self) -> Tensor:
+        return self._held["v"]
+
+    def write(self, start: int, k_CKD: Tensor, v_CKW: Tensor) -> None:
+        for name, new in (("k", k_CKD), ("v", v_CKW)):
+            buffer = self._buffer(name, (self.tokens, *new.shape[1:]), new.dtype, new.device)
+            buffer[start : start + len(new)] = new
+
+    def begin_backward(self) -> None:
+        """Forget the gradient sums; they are zeroed when first used."""
+        self._zeroed = False
+
+    def grads(self) -> tuple[Tensor, Tensor]:
+        """(dk_TKD, dv_TKW), the running sums of this layer's backward."""
+        if not self._zeroed:
+            for name in ("k", "v"):
+                held = self._held[name]
+                self._buffer("d" + name, held.shape, wide_dtype(held.dtype), held.device).zero_()
+            self._zeroed = True
+        return self._held["dk"], self._held["dv"]
+
+    def owed(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Gradients of the keys and values of tokens [start, stop), in the dtype of the keys."""
+        dk_TKD, dv_TKW = self.grads()
+        return dk_TKD[start:stop].to(self.k_TKD.dtype), dv_TKW[start:stop].to(self.v_TKW.dtype)
+
+    def _buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        held = self._held.get(name)
+        if held is None or held.shape != shape or held.dtype != dtype or held.device != device:
+            held = self._held[name] = torch.empty(shape, dtype=dtype, device=device)
+        return held
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype sums are kept in: fp64 for fp64, else fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """What a chunk's attention needs beside q, k, v.
+
+    Attributes:
+        kv: the layer's key/value buffers.
+        start: packed index of the chunk's first token.
+        calls: the kernel calls that together cover every key a query sees.
+        scale, softcap: of the scores.
+        saved: (out_CHW, lse_HC) of an earlier forward of the same chunk, sink included: the forward is then skipped.
+        backend: None to choose by `select`.
+    """
+
+    kv: KeyValues
+    start: int
+    calls: tuple[BlockCall, ...]
+    scale: float
+    softcap: float | None = None
+    saved: tuple[Tensor, Tensor] | None = None
+    backend: Backend | None = None
+
+
+def attention(
+    q_CHD: Tensor, k_CKD: Tensor, v_CKW: Tensor, spec: AttentionSpec, sinks_H: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attention output of a chunk and its log-sum-exp.
+
+    The chunk's keys and values are put into `spec.kv`; keys of earlier chunks are read from there, and the backward adds
+    their gradients there in place. The chunk's own k, v get everything owed to them: by this chunk and by every chunk whose
+    backward ran before. Chunks must therefore go first to last in the forward, last to first in the backward.
+
+    Args:
+        q_CHD: queries; bf16, fp16, fp32 or fp64.
+        k_CKD, v_CKW: the chunk's own keys and values; H must be a multiple of K.
+        sinks_H: logits of one extra key per head whose value is zero (gpt-oss), or None.
+
+    Returns:
+        out [C, H, W] in q's dtype, differentiable; lse [H, C], sink included, not differentiable.
+    """
+    if q_CHD.shape[1] % k_CKD.shape[1]:
+        raise ValueError(f"attention: {q_CHD.shape[1]} query heads are not a multiple of {k_CKD.shape[1]} key heads")
+    if torch.is_grad_enabled() and (q_CHD.requires_grad or k_CKD.requires_grad or v_CKW.requires_grad):
+        return _ChunkAttention.apply(q_CHD, k_CKD, v_CKW, sinks_H, spec)
+    spec.kv.write(spec.start, k_CKD, v_CKW)
+    return _forward(q_CHD, sinks_H, spec)
+
+
+class _ChunkAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q_CHD, k_CKD, v_CKW, sinks_H, spec: AttentionSpec):
+        spec.kv.write(spec.start, k_CKD, v_CKW)
+        out_CHW, lse_HC = spec.saved if spec.saved is not None else _forward(q_CHD, sinks_H, spec)
+        ctx.spec = spec
+        ctx.save_for_backward(q_CHD, out_CHW, lse_HC, sinks_H)
+        ctx.mark_non_differentiable(lse_HC)
+        return out_CHW, lse_HC
+
+    @staticmethod
+    def backward(ctx: Any, dout_CHW, _dlse):
+        q_CHD, out_CHW, lse_HC, sinks_H = ctx.saved_tensors
+        spec: AttentionSpec = ctx.spec
+        kv = spec.kv
+        dk_TKD, dv_TKW = kv.grads()
+        wide = dk_TKD.dtype
+        dq_CHD = torch.zeros(q_CHD.shape, dtype=wide, device=q_CHD.device)
+        for call in spec.calls:
+            rows = slice(call.q0, call.q1)
+            k_NKD, v_NKW = _gather(kv.k_TKD, call), _gather(kv.v_TKW, call)
+            dq, dk, dv = _backend(spec, q_CHD, v_NKW, call).backward(
+                dout_CHW[rows], q_CHD[rows], k_NKD, v_NKW, out_CHW[rows], lse_HC[:, rows], call.cu_q, call.cu_k,
+                causal=call.causal, window=call.window, softcap=spec.softcap, scale=spec.scale,
+            )  # fmt: skip
+            dq_CHD[rows] += dq
+            at = 0
+            for start, stop in call.keys:
+                part = slice(at, at + stop - start)
+                dk_TKD[start:stop] += dk[part]
+                dv_TKW[start:stop] += dv[part]
+                at += stop - start
+        dsinks_H = None
+        if sinks_H is not None and ctx.needs_input_grad[3]:
+            delta_HC = (dout_CHW.to(wide) * out_CHW.to(wide)).sum(-1).transpose(0, 1)
+            weight_HC = torch.exp(sinks_H.to(wide)[:, None] - lse_HC.to(wide))
+            dsinks_H = -(weight_HC * delta_HC).sum(-1).to(sinks_H.dtype)
+        dk_CKD, dv_CKW = kv.owed(spec.start, spec.start + len(q_CHD))
+        return dq_CHD.to(q_CHD.dtype), dk_CKD, dv_CKW, dsinks_H, None
+
+
+def _forward(q_CHD: Tensor, sinks_H: Tensor | None, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+    """Run the calls and merge: lse = logaddexp(lse_a, lse_b), out = sum of out_i * exp(lse_i - lse)."""
+    C, H, _ = q_CHD.shape
+    kv = spec.kv
+    wide = wide_dtype(q_CHD.dtype)
+    single = len(spec.calls) == 1 and sinks_H is None
+    out_CHW = lse_HC = None
+    for call in spec.calls:
+        rows = slice(call.q0, call.q1)
+        v_NKW = _gather(kv.v_TKW, call)
+        out, lse = _backend(spec, q_CHD, v_NKW, call).forward(
+            q_CHD[rows], _gather(kv.k_TKD, call), v_NKW, call.cu_q, call.cu_k,
+            causal=call.causal, window=call.window, softcap=spec.softcap, scale=spec.scale,
+        )  # fmt: skip
+        if single:
+            return out, lse
+        if out_CHW is None:
+            # The first call is the chunk's own block: it covers every query, so all rows are set here.
+            assert call.q0 == 0 and call.q1 == C
+            out_CHW, lse_HC = out.to(wide), lse
+            continue
+        assert lse_HC is not None
+        merged = torch.logaddexp(lse_HC[:, rows], lse)
+        out_CHW[rows] *= _weight(lse_HC[:, rows], merged)
+        out_CHW[rows] += out * _weight(lse, merged)
+        lse_HC[:, rows] = merged
+    assert out_CHW is not None and lse_HC is not None
+    if sinks_H is not None:
+        merged = torch.logaddexp(lse_HC, sinks_H.to(wide)[:, None])
+        out_CHW *= _weight(lse_HC, merged)
+        lse_HC = merged
+    return out_CHW.to(q_CHD.dtype), lse_HC
+
+
+def _weight(lse_HC: Tensor, merged_HC: Tensor) -> Tensor:
+    return torch.exp(lse_HC - merged_HC).transpose(0, 1)[..., None]
+
+
+def _gather(x_TKD: Tensor, call: BlockCall) -> Tensor:
+    if len(call.keys) == 1:
+        return x_TKD[call.keys[0][0] : call.keys[0][1]]
+    return torch.cat([x_TKD[start:stop] for start, stop in call.keys])
+
+
+def _backend(spec: AttentionSpec, q_CHD: Tensor, v_NKW: Tensor, call: BlockCall) -> Backend:
+    if spec.backend is not None:
+        return spec.backend
+    return select(
+        q_CHD.device,
+        q_CHD.dtype,
+        q_CHD.shape[-1],
+        value_dim=v_NKW.shape[-1],
+        windowed=call.window is not None,
+        softcap=spec.softcap,
+    )

@@ -1,0 +1,1 @@
+"""Exact chunked execution of decoder layers over a token tree."""

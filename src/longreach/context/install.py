@@ -1,0 +1,384 @@
+"""How the engine hooks into an unmodified Transformers model: the only file that knows its internals.
+
+Used: `AttentionInterface.register` for the attention function; forward hooks of torch on the decoder, which switch the engine
+on for one pass and off again; each layer's `_gradient_checkpointing_func` (documented in `GradientCheckpointingLayer`), which
+hands us the layer call; a `Cache` subclass as the layer's cache; keyword arguments that flow layer -> attention function.
+Outside such a pass (generation, for one) the model is what Transformers made it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from ..attention import AttentionSpec, attention
+from .layer import CHUNK_KWARG, ChunkContext, LayerCall, Run, run_layer
+from .offload import POLICIES
+from .support import TESTED, UnsupportedModelError, check_supported
+from .tree import Layout, Segment, TokenTree
+
+logger = logging.getLogger(__name__)
+
+ATTENTION = "longreach"
+AUTO_CHUNK = 8192
+
+_engines: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()
+
+
+def chunk_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The function that Transformers' attention modules call: [1, H, C, D] in, [1, C, H, W] out."""
+    context: ChunkContext | None = kwargs.get(CHUNK_KWARG)
+    if context is None:
+        raise RuntimeError(f"{type(module).__name__} dropped the keyword argument {CHUNK_KWARG!r}: it can't run in chunks")
+    if kwargs.get("indices") is not None:
+        raise UnsupportedModelError(f"{type(module).__name__} picks keys by index; sparse indexers can't run in chunks")
+    _check_window(module, sliding_window)
+    spec = AttentionSpec(
+        kv=context.kv,
+        start=context.chunk.start,
+        calls=context.chunk.calls(sliding_window),
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        softcap=softcap,
+    )
+    q_CHD, k_CKD, v_CKW = (x[0].transpose(0, 1) for x in (query, key, value))
+    out_CHW, _ = attention(q_CHD, k_CKD, v_CKW, spec, s_aux)
+    return out_CHW[None], None
+
+
+def _check_window(module: nn.Module, window: int | None) -> None:
+    """A sliding layer whose window reaches attention only through the mask would silently see everything."""
+    config: Any = getattr(module, "config", None)
+    layer_types = getattr(config, "layer_types", None)
+    index = getattr(module, "layer_idx", None)
+    if window is None and layer_types and index is not None and layer_types[index] == "sliding_attention":
+        raise UnsupportedModelError(
+            f"layer {index} of {config.model_type!r} is a sliding window, but {type(module).__name__} does not pass "
+            "`sliding_window` to the attention function: its window lives only in the mask. Train it with stock TRL."
+        )
+
+
+AttentionInterface.register(ATTENTION, chunk_attention)
+
+
+@dataclass(frozen=True)
+class Options:
+    """How `enable` was asked to run a model."""
+
+    chunk: int
+    offload: str
+    save_attention: bool
+
+
+class Engine:
+    """Exact chunked execution of one decoder; made by `enable`."""
+
+    def __init__(self, model: nn.Module, options: Options) -> None:
+        self.causal = causal_lm(model)
+        self.decoder = self.causal.get_decoder()
+        self.config = self.decoder.config
+        check_supported(self.config)
+        if self.config.model_type not in TESTED:
+            logger.warning("model_type %r is not in the exactness tests; the parity check decides", self.config.model_type)
+        self.layers: list[nn.Module] = list(self.decoder.layers[: self.config.num_hidden_layers])
+        missing = [type(m).__name__ for m in self.layers if not hasattr(m, "gradient_checkpointing")]
+        if missing:
+            raise UnsupportedModelError(
+                f"{type(self.decoder).__name__}: {missing[0]} is no GradientCheckpointingLayer, so it can't run in chunks"
+            )
+        self.index = {layer: i for i, layer in enumerate(self.layers)}
+        self.options = options
+        self.paused = False
+        self.pending: Run | None = None
+        self.run: Run | None = None
+        self._restore: list[Any] = []
+        self._scatter: tuple[Tensor, int, int] | None = None
+        self.routers = self._find_routers()
+        self.decoder.register_forward_pre_hook(self._enter, with_kwargs=True)
+        self.decoder.register_forward_hook(self._leave, always_call=True)
+        for router in self.routers.values():
+            router.register_forward_hook(self._capture_router)
+
+    def _find_routers(self) -> dict[int, nn.Module]:
+        recorder = (getattr(type(self.decoder), "_can_record_outputs", None) or {}).get("router_logits")
+        kind = getattr(recorder, "target_class", recorder)
+        if kind is None:
+            return {}
+        found = {i: [m for m in layer.modules() if isinstance(m, kind)] for i, layer in enumerate(self.layers)}
+        return {i: modules[0] for i, modules in found.items() if modules}
+
+    def make_run(self, layout: Layout, *, compact: bool, backward: bool, router_logits: bool = False) -> Run:
+        return Run(
+            layout=layout,
+            chunk=self.options.chunk,
+            inputs=POLICIES[self.options.offload](),
+            layers=len(self.layers),
+            compact=compact,
+            backward=backward,
+            replay_dropout=any(isinstance(m, nn.Dropout) and m.p > 0 and m.training for m in self.decoder.modules()),
+            resumed=self._resumed,
+            routers=self.routers if router_logits else {},
+        )
+
+    @contextlib.contextmanager
+    def _resumed(self, run: Run) -> Iterator[None]:
+        kept = self.run, self.config._attn_implementation
+        self.run, self.config._attn_implementation = run, ATTENTION
+        try:
+            yield
+        finally:
+            self.run, self.config._attn_implementation = kept
+
+    @contextlib.contextmanager
+    def expecting(self, run: Run) -> Iterator[Run]:
+        """The next forward of the decoder computes this run."""
+        self.pending = run
+        try:
+            yield run
+        finally:
+            self.pending = None
+
+    @contextlib.contextmanager
+    def stock(self) -> Iterator[None]:
+        """Run the model as Transformers made it (the parity check's other side)."""
+        self.paused = True
+        try:
+            yield
+        finally:
+            self.paused = False
+
+    # ---- hooks on the decoder
+
+    def _enter(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]):
+        if decoder is not self.decoder or self.paused or self.run is not None:
+            return None
+        run, self.pending = self.pending, None
+        cached = kwargs.get("past_key_values") is not None or kwargs.get("cache") is not None
+        if run is None:
+            if cached or kwargs.get("use_cache"):
+                return None
+            args, kwargs, run = self._plain(args, dict(kwargs))
+        kwargs["use_cache"] = False
+        self._switch_on(run)
+        return args, kwargs
+
+    def _switch_on(self, run: Run) -> None:
+        self.run = run
+        grad = torch.is_grad_enabled()
+        old = [(m, m.gradient_checkpointing, m.training, m.__dict__.get("_gradient_checkpointing_func")) for m in self.layers]
+        self._restore = [self.config._attn_implementation, grad, old]
+        self.config._attn_implementation = ATTENTION
+        # Transformers takes the checkpointing path only for a training layer with gradients on; scoring goes the same way and
+        # records nothing. Only the layer object's own flag is set: dropout and everything below keep theirs.
+        torch.set_grad_enabled(True)
+        for layer in self.layers:
+            layer.gradient_checkpointing = True  # type: ignore[assignment]
+            layer._gradient_checkpointing_func = self._layer  # type: ignore[assignment]
+            layer.training = True
+
+    def _leave(self, decoder: nn.Module, args: tuple[Any, ...], output: Any):
+        run = self.run
+        if decoder is not self.decoder or run is None:
+            return None
+        self.run = None
+        implementation, grad, layers = self._restore
+        self.config._attn_implementation = implementation
+        torch.set_grad_enabled(grad)
+        for layer, checkpointing, training, func in layers:
+            layer.gradient_checkpointing, layer.training = checkpointing, training
+            if func is None:
+                layer.__dict__.pop("_gradient_checkpointing_func", None)
+            else:
+                layer._gradient_checkpointing_func = func
+        scatter, self._scatter = self._scatter, None
+        if output is None:  # the forward raised
+            return None
+        hidden = output.last_hidden_state if run.backward else output.last_hidden_state.detach()
+        run.hidden = hidden
+        if scatter is not None:
+            hidden = _to_rows(hidden[0], *scatter)
+            if run.router_logits:
+                output.router_logits = tuple(_to_rows(x, *scatter).flatten(0, 1) for x in run.router_logits)
+        output.last_hidden_state = hidden
+        return output
+
+    def _capture_router(self, router: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self.run is not None and self.run.routers:
+            self.run.captured[router] = output[0] if isinstance(output, tuple) else output
+
+    def _layer(self, fn: functools.partial[Any], *args: Any) -> Tensor:
+        """Called by `GradientCheckpointingLayer` in place of torch's checkpoint function."""
+        assert self.run is not None
+        kwargs = dict(fn.keywords)
+        if hasattr(fn.func, "__self__"):  # Transformers before 5.23: a bound method
+            layer, call = fn.func.__self__, fn.func
+        else:
+            layer, call = fn.args[0], functools.partial(fn.func, fn.args[0])
+        index = self.index[layer]
+        if any(isinstance(m, Tensor) for m in _leaves(kwargs.pop("attention_mask", None))):
+            raise UnsupportedModelError(
+                f"{self.config.model_type!r} hands its layers a prepared attention mask; what a mask alone expresses can't "
+                "run in chunks. Train it with stock TRL."
+            )
+        kwargs["attention_mask"] = None
+        cache_name = "cache" if "cache" in kwargs else "past_key_values"
+        layer_types = getattr(self.config, "layer_types", None)
+        linear = bool(layer_types) and layer_types[index] == "linear_attention"
+        return run_layer(LayerCall(self.run, index, layer, call, kwargs, linear, cache_name), args[0])
+
+    # ---- a plain call of the user's: padded rows in, padded rows out, no padding in between
+
+    def _plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], Run]:
+        ids, embeds = kwargs.pop("input_ids", None), kwargs.pop("inputs_embeds", None)
+        if args:
+            ids, args = args[0], args[1:]
+        if args:
+            raise ValueError("chunked execution: call the decoder with keyword arguments beyond input_ids")
+        for name in ("output_hidden_states", "output_attentions"):
+            if kwargs.get(name):
+                raise ValueError(f"{name}=True can't be had from chunked layers: they keep neither; pass {name}=False")
+        given = ids if ids is not None else embeds
+        B, S = given.shape[:2]
+        mask = kwargs.pop("attention_mask", None)
+        if isinstance(mask, dict) or (mask is not None and mask.ndim != 2):
+            raise ValueError("attention_mask must be two-dimensional (1 for tokens, 0 for padding) or None")
+        positions = kwargs.get("position_ids")
+        if positions is not None and positions.ndim == 3:
+            raise ValueError("position_ids of three dimensions (image or video positions) can't run in chunks")
+        valid = torch.ones(B, S, dtype=torch.bool) if mask is None else mask.bool().cpu()
+        layout = rows_layout(valid, None if positions is None else positions.expand(B, S).cpu(), mask is None)
+        self._scatter = (valid.flatten().nonzero().squeeze(1).to(given.device), B, S)
+        take = self._scatter[0]
+        if ids is not None:
+            kwargs["input_ids"] = ids.reshape(-1)[take][None]
+        else:
+            kwargs["inputs_embeds"] = embeds.reshape(B * S, -1)[take][None]
+        kwargs["position_ids"] = layout.positions[None].to(given.device)
+        kwargs["attention_mask"] = None
+        wants_router = kwargs.pop("output_router_logits", None)
+        wants_router = getattr(self.config, "output_router_logits", False) if wants_router is None else wants_router
+        run = self.make_run(layout, compact=False, backward=torch.is_grad_enabled(), router_logits=bool(wants_router))
+        kwargs["output_router_logits"] = False
+        if not self.routers:
+            del kwargs["output_router_logits"]
+        return args, kwargs, run
+
+
+def rows_layout(valid_BS: Tensor, positions_BS: Tensor | None, packed: bool) -> Layout:
+    """Layout of padded rows: one segment per row, or per packed document where position ids restart."""
+    segments = []
+    for row, valid in enumerate(valid_BS):
+        count = int(valid.sum())
+        if count == 0:
+            continue
+        positions = torch.arange(count) if positions_BS is None else positions_BS[row][valid]
+        cuts = [0, count]
+        if packed and positions_BS is not None:
+            cuts = [0, *((torch.diff(positions) != 1).nonzero().squeeze(1) + 1).tolist(), count]
+        for a, b in zip(cuts, cuts[1:]):
+            nobody = torch.zeros(b - a, dtype=torch.int64)
+            segments.append(Segment(nobody, nobody, positions=positions[a:b]))
+    return TokenTree(segments).layout
+
+
+def _to_rows(x_TE: Tensor, take: Tensor, B: int, S: int) -> Tensor:
+    """[T, …] packed -> [B, S, …], zeros at padding."""
+    return x_TE.new_zeros(B * S, *x_TE.shape[1:]).index_copy(0, take, x_TE).unflatten(0, (B, S))
+
+
+def _leaves(x: Any) -> list[Any]:
+    if isinstance(x, dict):
+        return [leaf for v in x.values() for leaf in _leaves(v)]
+    if isinstance(x, (tuple, list)):
+        return [leaf for v in x for leaf in _leaves(v)]
+    return [x]
+
+
+def causal_lm(model: nn.Module) -> Any:
+    """The Transformers model inside DDP, accelerate and PEFT wrappers."""
+    while hasattr(model, "module") and isinstance(model.module, nn.Module):
+        model = model.module
+    if hasattr(model, "get_base_model"):
+        model = model.get_base_model()  # type: ignore[operator]
+    if not hasattr(model, "get_decoder") or not hasattr(model, "config"):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is no Transformers causal language model (it has no get_decoder)"
+        )
+    return model
+
+
+def engine_of(model: nn.Module) -> Engine | None:
+    """The engine that `enable` installed, or None."""
+    return _engines.get(causal_lm(model))
+
+
+def enable(
+    model: nn.Module,
+    *,
+    chunk: int | str = "auto",
+    offload: str = "auto",
+    save_attention: bool | str = "auto",
+    parity_check: bool = True,
+) -> None:
+    """Run a Transformers model's layers in exact chunks from now on.
+
+    After this, `model(...)` without a KV cache goes layer by layer and chunk by chunk, in training and in evaluation, with the
+    gradients of the whole sequence; padding is left out; `generate` is untouched. Calling it again changes the options.
+
+    Args:
+        model: a causal language model of Transformers, bare or in a PEFT, DDP or accelerate wrapper.
+        chunk: tokens per chunk, or "auto".
+        offload: where layer inputs wait for the backward: "none" (the model's device), "host" or "auto".
+        save_attention: keep each chunk's attention output so that the backward does not compute it again; "auto" or a bool.
+        parity_check: compare a small tree with stock eager attention now, and raise `ParityError` on a mismatch.
+
+    Raises:
+        UnsupportedModelError: the architecture can't run in chunks.
+        ParityError: loss or gradients differ from stock by more than the dtype's rounding.
+    """
+    options = resolve(chunk, offload, save_attention)
+    engine = engine_of(model)
+    if engine is not None:
+        engine.options = options
+        return
+    engine = Engine(model, options)
+    _engines[engine.causal] = engine
+    if parity_check:
+        from .parity import check_parity
+
+        check_parity(model, engine)
+
+
+def resolve(chunk: int | str, offload: str, save_attention: bool | str) -> Options:
+    """Validate the three choices and settle the automatic ones."""
+    if chunk == "auto":
+        chunk = AUTO_CHUNK
+    if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
+        raise ValueError(f"chunk={chunk!r}: give the tokens per chunk, a whole number from 1 up, or 'auto'")
+    if offload == "auto":
+        offload = "none"
+    if offload not in POLICIES:
+        raise ValueError(f"offload={offload!r}: choose one of 'auto', {', '.join(map(repr, POLICIES))}")
+    if save_attention not in ("auto", True, False):
+        raise ValueError(f"save_attention={save_attention!r}: choose 'auto', True or False")
+    return Options(chunk, offload, save_attention is True)

@@ -1,0 +1,204 @@
+"""Log-probs and entropies of a token tree, without ever holding a logits tensor of the whole sequence.
+
+Shape suffixes: R labelled tokens, V vocabulary, C rows of one slice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..attention.op import wide_dtype
+from .install import Engine, enable, engine_of
+from .layer import ParamGrads
+from .tree import IGNORE, ROOT, TokenTree
+
+LOGITS_AT_ONCE = 1 << 24  # elements of one slice of logits
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What `score` returns, one entry per branch of the tree.
+
+    Attributes:
+        logprobs: 1-D, fp32 (fp64 for an fp64 model), natural log.
+        entropies: of the same shape, nats; None unless asked for.
+        router_loss: scalar load-balancing loss over the tree, each token counted once per row that runs through it;
+            None unless asked for or if the model has no router.
+    """
+
+    logprobs: list[Tensor]
+    entropies: list[Tensor] | None
+    router_loss: Tensor | None
+
+
+def token_logprobs(
+    model: nn.Module, tree: TokenTree, *, temperature: float = 1.0, entropy: bool = False
+) -> list[Tensor] | tuple[list[Tensor], list[Tensor]]:
+    """Log-probability of each labelled token, one 1-D tensor per branch of the tree; differentiable.
+
+    Under `torch.no_grad()` the same chunked path only scores and keeps nothing.
+
+    Args:
+        model: a causal language model; `enable` is called on it first if that has not been done.
+        tree: e.g. `TokenTree.from_groups(...)`: one branch per completion.
+        temperature: logits are divided by it.
+        entropy: also return the entropy of each predicted distribution, in nats.
+
+    Returns:
+        List of fp32 tensors (fp64 for an fp64 model); with `entropy=True` a pair of such lists.
+    """
+    scores = score(model, tree, temperature=temperature, entropy=entropy)
+    return (scores.logprobs, scores.entropies) if scores.entropies is not None else scores.logprobs
+
+
+def score(
+    model: nn.Module, tree: TokenTree, *, temperature: float = 1.0, entropy: bool = False, router_loss: bool = False
+) -> Scores:
+    """Log-probs, and on request entropies and the router loss, of a tree in one pass."""
+    if not temperature > 0:
+        raise ValueError(f"temperature={temperature!r}: it divides the logits, so it must be greater than 0")
+    engine = engine_of(model)
+    if engine is None:
+        enable(model)
+        engine = engine_of(model)
+    assert engine is not None
+    layout = tree.layout
+    device = engine.causal.get_input_embeddings().weight.device
+    run = engine.make_run(layout, compact=True, backward=torch.is_grad_enabled(), router_logits=router_loss)
+    # The head sees no row here: it runs below, slice by slice. The wrapped model is called, so DDP and PEFT take part.
+    kwargs: dict[str, Any] = {"output_router_logits": False} if engine.routers else {}
+    with engine.expecting(run):
+        model(
+            input_ids=layout.input_ids[None].to(device),
+            position_ids=layout.positions[None].to(device),
+            use_cache=False,
+            logits_to_keep=torch.empty(0, dtype=torch.int64, device=device),
+            **kwargs,
+        )
+    assert run.hidden is not None
+    labels_R = layout.labels[layout.read_index].to(device)
+    logprobs_R, entropies_R = head_logprobs(engine, run.hidden[0], labels_R, temperature, entropy)
+    return Scores(
+        _split(tree, logprobs_R),
+        _split(tree, entropies_R) if entropies_R is not None else None,
+        _router_loss(engine, run.router_logits, layout.rows.to(device)) if router_loss and engine.routers else None,
+    )
+
+
+def _split(tree: TokenTree, values_R: Tensor) -> list[Tensor]:
+    layout = tree.layout
+    out = []
+    for branch in tree.branches:
+        if branch == ROOT:
+            out.append(values_R[:0])
+            continue
+        start = layout.start[branch]
+        first = layout.reads(0, start)
+        out.append(values_R[first : first + layout.reads(start, start + layout.length[branch])])
+    return out
+
+
+def head_logprobs(
+    engine: Engine, hidden_RH: Tensor, labels_R: Tensor, temperature: float, entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Head and log-softmax over slices of rows; the backward computes each slice's logits again."""
+    head = engine.causal.get_output_embeddings()
+    params = [p for p in head.parameters() if p.requires_grad]
+    rows = max(1, LOGITS_AT_ONCE // engine.config.vocab_size)
+    scale = final_scale(engine.config)
+    logprobs_R, entropies_R = _HeadLogprobs.apply(hidden_RH, labels_R, head, scale, temperature, entropy, rows, *params)
+    return logprobs_R, entropies_R if entropy else None
+
+
+def final_scale(config: Any) -> Callable[[Tensor], Tensor]:
+    """What a model does to its logits after the head: softcap (Gemma 2), division (Granite), multiplication (Cohere)."""
+    cap = getattr(config, "final_logit_softcapping", None)
+    divisor = getattr(config, "logits_scaling", None) or 1.0
+    factor = getattr(config, "logit_scale", None) or 1.0
+
+    def apply(logits: Tensor) -> Tensor:
+        if cap is not None:
+            logits = torch.tanh(logits / cap) * cap
+        if divisor != 1.0:
+            logits = logits / divisor
+        return logits * factor if factor != 1.0 else logits
+
+    return apply
+
+
+class _HeadLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden_RH, labels_R, head, scale, temperature, entropy, rows, *params):
+        device = hidden_RH.device.type
+        ctx.autocast = (device, torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None
+        ctx.save_for_backward(hidden_RH, labels_R)
+        ctx.params, ctx.job = params, (head, scale, temperature, entropy, rows)
+        wide = wide_dtype(hidden_RH.dtype)
+        logprobs_R = torch.empty(len(hidden_RH), dtype=wide, device=hidden_RH.device)
+        entropies_R = torch.empty_like(logprobs_R) if entropy else logprobs_R.new_empty(0)
+        for at in range(0, len(hidden_RH), rows):
+            part = slice(at, at + rows)
+            z_CV = scale(head(hidden_RH[part]).to(wide)) / temperature
+            logp_CV = torch.log_softmax(z_CV, -1)
+            logprobs_R[part] = logp_CV.gather(-1, labels_R[part, None]).squeeze(-1)
+            if entropy:
+                entropies_R[part] = -(logp_CV.exp() * logp_CV).sum(-1)
+        return logprobs_R, entropies_R
+
+    @staticmethod
+    def backward(ctx: Any, dlogprobs_R, dentropies_R):
+        hidden_RH, labels_R = ctx.saved_tensors
+        head, scale, temperature, entropy, rows = ctx.job
+        dhidden_RH = torch.zeros_like(hidden_RH)
+        dparams = ParamGrads(ctx.params)
+        autocast = torch.autocast(ctx.autocast[0], dtype=ctx.autocast[1]) if ctx.autocast else contextlib.nullcontext()
+        for at in range(0, len(hidden_RH), rows):
+            part = slice(at, at + rows)
+            h_CH = hidden_RH[part].detach().requires_grad_()
+            with torch.enable_grad(), autocast:
+                z_CV = scale(head(h_CH).to(wide_dtype(h_CH.dtype))) / temperature
+            dz_CV = _dlogits(z_CV.detach(), labels_R[part], dlogprobs_R[part], dentropies_R[part] if entropy else None)
+            dh_CH, *grads = torch.autograd.grad(z_CV, [h_CH, *ctx.params], dz_CV, allow_unused=True)
+            dhidden_RH[part] = dh_CH
+            dparams.add(grads)
+        return dhidden_RH, None, None, None, None, None, None, *dparams.done()
+
+
+def _dlogits(z_CV: Tensor, labels_C: Tensor, dlogprob_C: Tensor, dentropy_C: Tensor | None) -> Tensor:
+    """d/dz of log p[label] is onehot - p; of the entropy H it is -p (log p + H)."""
+    logp_CV = torch.log_softmax(z_CV, -1)
+    p_CV = logp_CV.exp()
+    dz_CV = -p_CV * dlogprob_C[:, None]
+    dz_CV.scatter_add_(1, labels_C[:, None], dlogprob_C[:, None].to(dz_CV.dtype))
+    if dentropy_C is not None:
+        entropy_C = -(p_CV * logp_CV).sum(-1)
+        dz_CV -= dentropy_C[:, None] * p_CV * (logp_CV + entropy_C[:, None])
+    return dz_CV
+
+
+def _router_loss(engine: Engine, logits: list[Tensor], rows_T: Tensor) -> Tensor:
+    """Load-balancing loss (Switch Transformer, arXiv 2101.03961, equations 4-6) as Transformers computes it on padded rows.
+
+    A token of a shared prompt counts once for every row that it stands for.
+    """
+    top_k = getattr(engine.config, "num_experts_per_tok", None) or getattr(engine.config, "top_k", 1)
+    experts = logits[0].shape[-1]
+    weight_T = rows_T.to(wide_dtype(logits[0].dtype))
+    chosen_E = weight_T.new_zeros(experts)
+    prob_E = weight_T.new_zeros(experts)
+    for layer_TE in logits:
+        probs_TE = torch.softmax(layer_TE, -1)
+        picked = probs_TE.topk(top_k, -1).indices.flatten()
+        chosen_E = chosen_E.scatter_add(0, picked, weight_T.repeat_interleave(top_k))
+        prob_E = prob_E + (probs_TE.to(weight_T.dtype) * weight_T[:, None]).sum(0)
+    total = weight_T.sum() * len(logits)
+    return experts * ((chosen_E / total) * (prob_E / total)).sum()
+
+
+__all__ = ["IGNORE", "Scores", "head_logprobs", "score", "token_logprobs"]

@@ -1,0 +1,144 @@
+"""The check at start: a small tree on the real model, chunked against stock eager attention, loss and gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .install import Engine
+from .logprob import score
+from .support import UnsupportedModelError
+from .tree import TokenTree
+
+logger = logging.getLogger(__name__)
+
+# Largest accepted difference: mean |log-prob| in nats and relative gradient norm. For half precision it is the larger of this
+# floor and a multiple of what two chunk sizes of the engine differ by, which is the dtype's own noise on this model.
+FLOOR = {torch.float64: 1e-8, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}
+NOISE_MULTIPLE = 3.0
+CHUNKS = (16, 24)
+
+
+class ParityError(ValueError):
+    """Chunked execution does not give this model's stock numbers."""
+
+
+@dataclass(frozen=True)
+class Parity:
+    """Differences to stock: mean absolute log-prob in nats, relative norm of all compared gradients; and what was allowed."""
+
+    logprob: float
+    gradient: float
+    allowed_logprob: float
+    allowed_gradient: float
+
+
+def check_parity(model: nn.Module, engine: Engine) -> Parity:
+    """Compare 64 tokens (a prompt with three ragged completions) and raise `ParityError` beyond the dtype's rounding."""
+    groups = _groups(engine)
+    weights = [torch.randn(len(c), generator=torch.Generator().manual_seed(7)) for c in groups[0][1]]
+    params = _sample(engine)
+    with _evaluating(model):
+        with _eager(engine), engine.stock():
+            stock, stock_grads = _grads(_stock_logprobs(engine, groups), weights, params)
+        ours, grads = _chunked(engine, groups, weights, params, CHUNKS[0])
+        dtype = next(iter(engine.layers[0].parameters())).dtype
+        logprob, gradient = _differ(ours, grads, stock, stock_grads)
+        floor = FLOOR.get(dtype, FLOOR[torch.bfloat16])
+        noise = (0.0, 0.0)
+        if dtype in (torch.float16, torch.bfloat16):
+            noise = _differ(ours, grads, *_chunked(engine, groups, weights, params, CHUNKS[1]))
+    parity = Parity(logprob, gradient, *(max(floor, NOISE_MULTIPLE * n) for n in noise))
+    if not (parity.logprob <= parity.allowed_logprob and parity.gradient <= parity.allowed_gradient):
+        raise ParityError(
+            f"parity check failed for {engine.config.model_type!r} in {str(dtype)[6:]}: chunked and stock eager attention differ "
+            f"by {parity.logprob:.2e} nats per token (allowed {parity.allowed_logprob:.0e}) and {parity.gradient:.2e} of the "
+            f"gradient norm (allowed {parity.allowed_gradient:.0e}). Training would not be exact, so it does not start; train "
+            "this model with stock TRL, and please report it."
+        )
+    logger.info("parity with stock eager attention: %.1e nats, %.1e of the gradient norm", logprob, gradient)
+    return parity
+
+
+def _groups(engine: Engine) -> list[tuple[Tensor, list[Tensor]]]:
+    g = torch.Generator().manual_seed(3)
+    high = min(engine.config.vocab_size, 32000)
+    prompt, *completions = (torch.randint(0, high, (n,), generator=g) for n in (25, 17, 1, 21))
+    return [(prompt, completions)]
+
+
+def _sample(engine: Engine) -> list[nn.Parameter]:
+    """Trainable parameters of the first, middle and last layer: enough to see a fault, little memory on a large model."""
+    picked = {0, len(engine.layers) // 2, len(engine.layers) - 1}
+    return [p for i in sorted(picked) for p in engine.layers[i].parameters() if p.requires_grad]
+
+
+def _stock_logprobs(engine: Engine, groups: list[tuple[Tensor, list[Tensor]]]) -> list[Tensor]:
+    device = engine.causal.get_input_embeddings().weight.device
+    out = []
+    for prompt, completions in groups:
+        for completion in completions:
+            ids = torch.cat([prompt, completion])[None].to(device)
+            logits = engine.causal(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
+            wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
+            logp = torch.log_softmax(logits.to(wide), -1)
+            out.append(logp.gather(-1, completion.to(device)[:, None]).squeeze(-1))
+    return out
+
+
+def _chunked(engine: Engine, groups, weights, params, chunk: int) -> tuple[Tensor, list[Tensor]]:
+    kept = engine.options
+    engine.options = type(kept)(chunk, kept.offload, kept.save_attention)
+    try:
+        return _grads(score(engine.causal, TokenTree.from_groups(groups)).logprobs, weights, params)
+    finally:
+        engine.options = kept
+
+
+def _grads(logprobs: list[Tensor], weights: list[Tensor], params: list[nn.Parameter]) -> tuple[Tensor, list[Tensor]]:
+    flat = torch.cat(logprobs)
+    grads: list[Tensor] = []
+    if params:
+        loss = (flat * torch.cat(weights).to(flat)).sum()
+        found = torch.autograd.grad(loss, params, allow_unused=True)
+        grads = [torch.zeros_like(p) if g is None else g for g, p in zip(found, params)]
+    return flat.detach(), grads
+
+
+def _differ(a: Tensor, a_grads: list[Tensor], b: Tensor, b_grads: list[Tensor]) -> tuple[float, float]:
+    logprob = float((a - b).abs().mean())
+    wide = torch.float64
+    top = sum(float((x.to(wide) - y.to(wide)).square().sum()) for x, y in zip(a_grads, b_grads))
+    bottom = sum(float(y.to(wide).square().sum()) for y in b_grads)
+    return logprob, (top / bottom) ** 0.5 if bottom > 0 else top**0.5
+
+
+@contextlib.contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Dropout off and gradients on for the comparison; every module's mode and the RNG come back as they were."""
+    modes = [(m, m.training) for m in model.modules()]
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        model.eval()
+        try:
+            yield
+        finally:
+            for module, training in modes:
+                module.training = training
+
+
+@contextlib.contextmanager
+def _eager(engine: Engine) -> Iterator[None]:
+    kept = engine.config._attn_implementation
+    engine.config._attn_implementation = "eager"
+    try:
+        yield
+    finally:
+        engine.config._attn_implementation = kept
+
+
+__all__ = ["Parity", "ParityError", "UnsupportedModelError", "check_parity"]
