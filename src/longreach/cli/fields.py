@@ -1,0 +1,62 @@
+"""Fields of the dataclasses that configure a run (the trainer's, PEFT's): which exist, and values of the right kind."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from longreach.cli.terminal import ConfigError, nearest
+
+
+def field_names(config_class: type) -> list[str]:
+    """Names that the constructor of the dataclass takes."""
+    return [field.name for field in dataclasses.fields(config_class) if field.init]
+
+
+def checked(config_class: type, values: Mapping[str, Any], section: str = "") -> dict[str, Any]:
+    """``values`` with each brought to the kind its field declares: the text "1e-5", as YAML reads it, becomes a number.
+
+    Raises ``ConfigError`` naming the field, the value and the kind wanted; for an unknown name, the nearest valid one.
+    """
+    known = field_names(config_class)
+    hints = typing.get_type_hints(config_class)
+    out: dict[str, Any] = {}
+    for name, value in values.items():
+        if name not in known:
+            raise ConfigError(f"unknown key {section + name!r}{nearest(name, known)}")
+        hint = hints[name]
+        if _unchecked(hint):
+            out[name] = value
+            continue
+        adapter: TypeAdapter[Any] = TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True))
+        try:
+            out[name] = adapter.validate_python(value)
+        except ValidationError as error:
+            reason = "; ".join(dict.fromkeys(item["msg"] for item in error.errors()))
+            raise ConfigError(f"{section}{name}={value!r}: {reason[:1].lower()}{reason[1:]}") from None
+    return out
+
+
+def build(config_class: type, values: Mapping[str, Any], section: str = "") -> Any:
+    """An instance of the dataclass from checked values; what its own checks find becomes a ``ConfigError``."""
+    try:
+        return config_class(**checked(config_class, values, section))
+    except ConfigError:
+        raise
+    except (ValueError, TypeError, NotImplementedError) as error:
+        raise ConfigError(f"{section.rstrip('.') or config_class.__name__}: {error}") from error
+
+
+def _unchecked(hint: Any) -> bool:
+    """True for a type that pydantic cannot check from YAML, such as one that only exists as an object."""
+    arguments = typing.get_args(hint)
+    plain = (str, int, float, bool, list, dict, tuple, set, type(None))
+    if arguments and typing.get_origin(hint) not in (typing.Literal, list, dict, tuple, set):
+        return not any(not _unchecked(item) for item in arguments)
+    return not (
+        hint in plain or typing.get_origin(hint) is not None or (isinstance(hint, type) and issubclass(hint, str))
+    )

@@ -1,0 +1,199 @@
+"""``longreach train config.yaml``: GRPO or SFT from a file, everything checked before a model is loaded."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+    from longreach.cli.config import TrainFile
+
+EMBEDDED = "zoo"  # the model name that means the embedded model
+
+
+def command(
+    config: Annotated[Path, typer.Argument(help="A YAML file; examples/train_grpo.yaml shows one.")],
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint of this run.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier run and its checkpoints.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Check config, data and rewards, then stop.")] = False,
+) -> None:
+    """Train a model with GRPO or SFT as a config file says, with TRL's own field names."""
+    from longreach.cli.terminal import ConfigError, console, fail
+
+    try:
+        job = prepare(config, resume=resume, overwrite=overwrite or check)
+    except ConfigError as error:
+        fail(error)
+    screen = console()
+    screen.print(job.describe(), markup=False, soft_wrap=True)
+    if check:
+        screen.print("all checks passed; no model was loaded")
+        return
+    if execute(job, screen) == "interrupted":
+        from longreach.cli.terminal import INTERRUPTED
+
+        raise typer.Exit(INTERRUPTED)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A checked run: nothing in it can still be wrong but the model itself."""
+
+    path: Path
+    file: TrainFile
+    arguments: Any
+    lora: Any
+    rewards: list[Any]
+    train: Dataset
+    held_out: Dataset | None
+    resume: Path | None
+
+    def describe(self) -> str:
+        """One line on what is about to run."""
+        held = f", {len(self.held_out):,} held out" if self.held_out is not None else ""
+        adapter = f", LoRA r={self.lora.r}" if self.lora else ", all parameters"
+        return (
+            f"{self.file.method.upper()} of {self.file.model.name_or_path}{adapter}; {len(self.train):,} rows{held}; "
+            f"output in {self.arguments.output_dir}"
+        )
+
+
+def prepare(path: Path, *, resume: bool = False, overwrite: bool = False) -> Job:
+    """Read and check a config file, its data and its rewards. Raises ``ConfigError`` for the first thing wrong."""
+    from longreach.cli.checkpoint import resumable
+    from longreach.cli.config import parse, read_file
+    from longreach.cli.terminal import ConfigError
+
+    raw = read_file(path)  # before the heavy imports: a wrong path is said at once
+    from longreach.cli import fields
+    from longreach.cli.data import load_data
+    from longreach.cli.reward_file import load_rewards, try_rewards
+    from longreach.trainers.config import GRPOConfig, SFTConfig
+
+    classes: dict[str, type] = {"grpo": GRPOConfig, "sft": SFTConfig}
+    file = parse(raw, {name: fields.field_names(cls) for name, cls in classes.items()})
+    rewards = load_rewards(file.reward, path.parent)
+    lora = _lora(file.lora)
+    train, held_out = load_data(file.data, file.method, path.parent)
+    arguments = _arguments(classes[file.method], file, path, held_out is not None)
+    if rewards:
+        try_rewards(rewards, file.reward, [train[i] for i in range(min(2, len(train)))])
+    output = Path(arguments.output_dir)
+    if not resume and not overwrite and (output / "log.jsonl").exists():
+        raise ConfigError(
+            f"output_dir={str(output)!r}: holds a run already; add --resume to go on with it, --overwrite to "
+            "replace it, or name another output_dir"
+        )
+    checkpoint = resumable(output) if resume else None
+    return Job(path, file, arguments, lora, rewards, train, held_out, checkpoint)
+
+
+def _arguments(config_class: type, file: TrainFile, path: Path, has_held_out: bool) -> Any:
+    """The trainer's config: the file's fields over a few defaults that suit a log of every step."""
+    import torch
+
+    from longreach.cli import fields
+
+    defaults: dict[str, Any] = {
+        "output_dir": f"runs/{path.stem}",
+        "logging_steps": 1,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": not (torch.cuda.is_available() or torch.backends.mps.is_available()),
+    }
+    if has_held_out and "eval_strategy" not in file.training:
+        defaults |= {"eval_strategy": "steps", "eval_steps": 0.25}
+    return fields.build(config_class, {**defaults, **file.training})
+
+
+def _lora(given: dict[str, Any] | None) -> Any:
+    """PEFT's config from the ``lora`` section; None trains all parameters. The task is always causal LM."""
+    if given is None:
+        return None
+    from peft import LoraConfig
+
+    from longreach.cli import fields
+
+    return fields.build(LoraConfig, {"task_type": "CAUSAL_LM", **given}, section="lora.")
+
+
+def execute(job: Job, screen: Any) -> str:
+    """Load the model, train, save. Returns how it ended: "finished" or "interrupted"."""
+    from longreach.cli import session
+    from longreach.cli.display import display_for
+    from longreach.cli.recorder import Recorder
+    from longreach.cli.runlog import LogWriter
+    from longreach.cli.terminal import fail
+
+    output = Path(job.arguments.output_dir)
+    if job.resume is None:
+        _clear(output)
+    log = LogWriter(output, fresh=job.resume is None)
+    recorder = Recorder(log, display_for(screen))
+    try:
+        trainer = _trainer(job, recorder)
+    except (ValueError, OSError) as error:
+        fail(error)
+    session.write_header(
+        recorder, output.name, job.file.method, job.file.model.name_or_path, _settings(job), resume=job.resume
+    )
+    again = f"longreach train {shlex.quote(str(job.path))} --resume"
+    outcome = session.run(trainer, recorder, screen, resume=job.resume, how_to_resume=again)
+    if outcome.status == "finished":
+        trainer.save_model(str(output))
+        screen.print(f"model saved in {output}", soft_wrap=True)
+    return outcome.status
+
+
+def _clear(output: Path) -> None:
+    """Remove the checkpoints of an earlier run, which --resume would take for this one's."""
+    import shutil
+
+    from longreach.cli.checkpoint import checkpoints
+
+    for checkpoint in checkpoints(output):
+        shutil.rmtree(checkpoint)
+
+
+def _settings(job: Job) -> dict[str, Any]:
+    return job.file.model_dump(exclude_none=True) | {"output_dir": job.arguments.output_dir}
+
+
+def _trainer(job: Job, recorder: Any) -> Any:
+    from transformers.trainer_callback import PrinterCallback
+
+    from longreach.load import load
+    from longreach.trainers import GRPOTrainer, SFTTrainer
+
+    name = job.file.model.name_or_path
+    model: Any = name
+    common: dict[str, Any] = {}
+    if name == EMBEDDED:
+        from longreach.zoo import model_path
+
+        model = name = str(model_path())
+    if job.file.model.weights is not None:
+        model, tokenizer = load(
+            name, weights=job.file.model.weights, max_length=job.arguments.max_length, device=job.arguments.device
+        )
+        common["processing_class"] = tokenizer
+    common |= {
+        "args": job.arguments,
+        "train_dataset": job.train,
+        "eval_dataset": job.held_out,
+        "peft_config": job.lora,
+        "callbacks": [recorder],
+    }
+    trainer: Any
+    if job.file.method == "grpo":
+        trainer = GRPOTrainer(model, recorder.watch(job.rewards), **common)
+    else:
+        trainer = SFTTrainer(model, **common)
+    trainer.remove_callback(PrinterCallback)  # the display says it
+    return trainer
