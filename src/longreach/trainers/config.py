@@ -1,0 +1,208 @@
+"""Configurations: TRL's own, plus the fields that decide how exact chunked execution runs.
+
+Everything is checked when the configuration is made; a message names the field, its value and what would be right.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import trl
+
+from .versions import require_supported_trl
+
+require_supported_trl()
+
+OFFLOAD = ("auto", "none", "host")
+ROLLOUT = ("auto", "transformers")
+PROMPT_OVERLONG = ("error", "drop", "truncate_left")
+SEQUENCE_OVERLONG = ("truncate", "drop", "error")
+
+Config = TypeVar("Config", "GRPOConfig", "SFTConfig")
+
+
+def _engine_field(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+CHUNK_HELP = "Tokens per chunk of a decoder layer, or 'auto'. Any size gives the same gradients."
+OFFLOAD_HELP = "Where the saved layer inputs live: 'none' (on the device), 'host' (in pinned memory) or 'auto'."
+SAVE_ATTENTION_HELP = "Keep each chunk's attention output so that the backward skips that forward, or 'auto'."
+CHECKPOINTING_HELP = "Without effect: chunked layers always recompute their activations by themselves."
+PARITY_HELP = "Compare loss and gradients of a short sequence with stock eager attention before training starts."
+
+
+@dataclass
+class GRPOConfig(trl.GRPOConfig):
+    """`trl.GRPOConfig` with the fields of exact long-context training. All of TRL's fields keep their meaning.
+
+    Gradient checkpointing is always off: the chunked layers recompute on their own and have no use for it.
+
+    Attributes:
+        max_length: longest prompt + completion, in tokens. A prompt may have `max_length - max_completion_length`.
+            None: no bound.
+        on_overlong: what becomes of a longer prompt: "error" (before training starts), "drop" (the row is left out) or
+            "truncate_left" (its first tokens are cut). Dropped and cut prompts are counted and reported.
+        chunk: tokens per chunk of a decoder layer, or "auto".
+        offload: "auto", "none" or "host".
+        save_attention: "auto", True or False.
+        parity_check: compare with stock eager attention before training starts.
+        rollout: "auto" computes the keys and values of a prompt once for all its completions; "transformers" is
+            TRL's own call of `generate`. TRL's vLLM and continuous-batching modes take precedence over both.
+
+    Raises:
+        ValueError: from the constructor, for a value that cannot be used.
+    """
+
+    gradient_checkpointing: bool | None = _engine_field(None, CHECKPOINTING_HELP)
+    max_length: int | None = _engine_field(None, "Longest prompt + completion in tokens; None for no bound.")
+    on_overlong: str = _engine_field("error", f"What becomes of a longer prompt: one of {', '.join(PROMPT_OVERLONG)}.")
+    chunk: int | str = _engine_field("auto", CHUNK_HELP)
+    offload: str = _engine_field("auto", OFFLOAD_HELP)
+    save_attention: str = _engine_field("auto", SAVE_ATTENTION_HELP)
+    parity_check: bool = _engine_field(True, PARITY_HELP)
+    rollout: str = _engine_field("auto", f"How completions are generated: one of {', '.join(ROLLOUT)}.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_engine_fields(self)
+        _check_choice("on_overlong", self.on_overlong, PROMPT_OVERLONG)
+        _check_choice("rollout", self.rollout, ROLLOUT)
+        if self.max_length is not None:
+            self.max_length = _positive("max_length", self.max_length)
+            if self.max_length <= self.max_completion_length:
+                raise ValueError(
+                    f"max_length={self.max_length} leaves no room for a prompt: it bounds prompt + completion, and "
+                    f"max_completion_length={self.max_completion_length}; make it larger than that"
+                )
+        micro_batch_factor(self)
+
+    @property
+    def max_prompt_length(self) -> int | None:
+        """Longest prompt in tokens, or None for no bound."""
+        return None if self.max_length is None else self.max_length - self.max_completion_length
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> GRPOConfig:
+        """A configuration from parsed YAML or JSON. Raises ValueError for unknown keys, with the nearest known one."""
+        return from_mapping(cls, values)
+
+
+@dataclass
+class SFTConfig(trl.SFTConfig):
+    """`trl.SFTConfig` with the fields of exact long-context training. All of TRL's fields keep their meaning.
+
+    Attributes:
+        on_overlong: what becomes of a sequence longer than `max_length`: "truncate" (TRL's behaviour), "drop" or
+            "error" (before training starts). Truncated and dropped sequences are counted and reported.
+        chunk, offload, save_attention, parity_check: as in :class:`GRPOConfig`.
+
+    Raises:
+        ValueError: from the constructor, for a value that cannot be used.
+    """
+
+    gradient_checkpointing: bool | None = _engine_field(None, CHECKPOINTING_HELP)
+    on_overlong: str = _engine_field(
+        "truncate", f"What becomes of a sequence longer than max_length: one of {', '.join(SEQUENCE_OVERLONG)}."
+    )
+    chunk: int | str = _engine_field("auto", CHUNK_HELP)
+    offload: str = _engine_field("auto", OFFLOAD_HELP)
+    save_attention: str = _engine_field("auto", SAVE_ATTENTION_HELP)
+    parity_check: bool = _engine_field(True, PARITY_HELP)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_engine_fields(self)
+        _check_choice("on_overlong", self.on_overlong, SEQUENCE_OVERLONG)
+        if self.max_length is not None:
+            self.max_length = _positive("max_length", self.max_length)
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> SFTConfig:
+        """A configuration from parsed YAML or JSON. Raises ValueError for unknown keys, with the nearest known one."""
+        return from_mapping(cls, values)
+
+
+def from_mapping(cls: type[Config], values: Mapping[str, Any]) -> Config:
+    """`cls(**values)`, where an unknown key is an error that names the key and the nearest known one."""
+    known = [f.name for f in dataclasses.fields(cls) if f.init]
+    for key in values:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"unknown configuration key {key!r} (value {values[key]!r}){hint}")
+    return cls(**values)
+
+
+def check_engine_fields(config: GRPOConfig | SFTConfig) -> None:
+    """Check and normalize the fields handed to `longreach.enable`. Raises ValueError."""
+    for name in ("gradient_checkpointing", "activation_checkpointing"):  # its name since Transformers 5.23
+        if hasattr(config, name):
+            setattr(config, name, False)
+    if config.chunk != "auto":
+        config.chunk = _positive("chunk", config.chunk, also="'auto'")
+    _check_choice("offload", config.offload, OFFLOAD)
+    choices = {"auto": "auto", "true": True, "false": False}
+    if str(config.save_attention).lower() not in choices:
+        raise ValueError(f"save_attention={config.save_attention!r} is not known; use 'auto', True or False")
+    config.save_attention = choices[str(config.save_attention).lower()]  # type: ignore[assignment]
+    if not isinstance(config.parity_check, bool):
+        raise ValueError(f"parity_check={config.parity_check!r} is not a truth value; use True or False")
+    if config.use_liger_kernel:
+        raise ValueError(
+            "use_liger_kernel=True replaces the layers and the loss that exact chunked execution runs; set it to False"
+        )
+
+
+def micro_batch_factor(config: GRPOConfig) -> int:
+    """How many of the user's micro-batches are joined so that none holds a part of a group.
+
+    A group split over micro-batches would have its prompt computed once per part. With factor k a joined micro-batch has
+    k × `per_device_train_batch_size` rows and there are `gradient_accumulation_steps` / k of them.
+
+    Raises:
+        ValueError: if whole micro-batches cannot be joined to whole groups within one optimizer step.
+    """
+    group, rows = config.num_generations, config.per_device_train_batch_size
+    local = rows * config.steps_per_generation  # rows of one process per round of generation
+    if local % group == 0:
+        unit = group
+    elif group % local == 0:
+        unit = local  # a group spans processes; the rows that this one holds stay together
+    else:
+        raise ValueError(
+            f"a process generates per_device_train_batch_size × steps_per_generation = {rows} × "
+            f"{config.steps_per_generation} = {local} rows at a time, which neither is a multiple of num_generations="
+            f"{group} nor divides it; choose them so that whole groups stay together"
+        )
+    factor = math.lcm(rows, unit) // rows
+    for name in ("gradient_accumulation_steps", "steps_per_generation"):
+        if getattr(config, name) % factor:
+            raise ValueError(
+                f"per_device_train_batch_size={rows} splits groups of num_generations={group}, and joining {factor} "
+                f"micro-batches to keep them whole needs {name} to be a multiple of {factor}, not "
+                f"{getattr(config, name)}; set per_device_train_batch_size={rows * factor} with the "
+                f"gradient_accumulation_steps you want, or change {name}"
+            )
+    return factor
+
+
+def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name}={value!r} is not known; use one of {', '.join(repr(c) for c in choices)}")
+
+
+def _positive(name: str, value: Any, also: str = "") -> int:
+    text = f"a positive whole number{f' or {also}' if also else ''}"
+    try:
+        number = int(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name}={value!r} is not a number; use {text}") from None
+    if isinstance(value, bool) or number != float(value) or number <= 0:
+        raise ValueError(f"{name}={value!r} is out of range; use {text}")
+    return number

@@ -1,0 +1,85 @@
+"""From what the user hands to a trainer to a model, a tokenizer and an enabled engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+
+from ..context.install import enable
+from ..context.support import check_supported
+from ..load import load
+from .config import GRPOConfig, SFTConfig
+
+WEIGHTS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "auto": None}
+
+
+def require_config(args: Any, cls: type[GRPOConfig] | type[SFTConfig], trainer: str) -> None:
+    """Raise TypeError unless `args` is the configuration class of this package."""
+    if args is not None and not isinstance(args, cls):
+        raise TypeError(
+            f"args is a {type(args).__module__}.{type(args).__name__}; {trainer} takes a longreach.{cls.__name__}, which "
+            "has all fields of TRL's"
+        )
+
+
+def default_output_dir(model: Any, suffix: str) -> str:
+    """TRL's rule for the folder of a run whose configuration is left out: the model's name and the method."""
+    name = model if isinstance(model, str) else getattr(model.config, "_name_or_path", "")
+    return f"{name.rstrip('/').split('/')[-1]}-{suffix}"
+
+
+def load_tokenizer(model: Any, args: Any) -> PreTrainedTokenizerBase:
+    """The tokenizer beside the model's weights, set up for generation as TRL does it (padding and cuts on the left)."""
+    name = model if isinstance(model, str) else getattr(model.config, "_name_or_path", "")
+    if not name:
+        raise ValueError("processing_class is None and the model does not say where it came from; pass its tokenizer")
+    kwargs: dict[str, Any] = {"trust_remote_code": getattr(args, "trust_remote_code", False)}
+    revision = (args.model_init_kwargs or {}).get("revision")
+    return AutoTokenizer.from_pretrained(name, revision=revision, **kwargs)
+
+
+def check_architecture(model: Any, args: Any) -> None:
+    """Raise UnsupportedModelError for a model that cannot be run exactly, before its weights are read."""
+    if isinstance(model, str):
+        config = AutoConfig.from_pretrained(model, trust_remote_code=args.trust_remote_code)
+    elif hasattr(model, "config"):
+        config = model.config
+    else:
+        raise TypeError(f"model is a {type(model).__name__}; pass a model's name, folder or a Transformers model")
+    check_supported(config.get_text_config(decoder=True))
+
+
+def wants_longreach_load(args: GRPOConfig | SFTConfig, quantization_config: Any) -> bool:
+    """Whether `longreach.load` knows all that is asked for; TRL's own loading takes any argument of Transformers."""
+    kwargs = args.model_init_kwargs or {}
+    plain = quantization_config is None and not args.trust_remote_code
+    return plain and set(kwargs) <= {"dtype"} and _dtype_name(kwargs) in WEIGHTS
+
+
+def load_model(name: str, args: GRPOConfig | SFTConfig) -> PreTrainedModel:
+    """Load a model given by name, in the dtype of `model_init_kwargs` or else the one stored, on this process's device."""
+    set_seed(args.seed)  # new heads are drawn at random: the seed comes first, as in TRL
+    weights = WEIGHTS[_dtype_name(args.model_init_kwargs or {})]
+    model, _ = load(name, weights=weights, max_length=args.max_length, device=args.device)
+    return model
+
+
+def _dtype_name(kwargs: dict[str, Any]) -> str:
+    return str(kwargs.get("dtype") or "auto").removeprefix("torch.")
+
+
+def enable_engine(model: Any, args: GRPOConfig | SFTConfig, *, parity_check: bool | None = None) -> None:
+    """Install exact chunked execution, and compare it with stock attention if the configuration asks for it.
+
+    Raises:
+        UnsupportedModelError: an architecture that cannot be run exactly.
+        ParityError: the comparison failed; the message holds the measured difference.
+    """
+    enable(
+        model,
+        chunk=args.chunk,
+        offload=args.offload,
+        save_attention=args.save_attention,
+        parity_check=args.parity_check if parity_check is None else parity_check,
+    )

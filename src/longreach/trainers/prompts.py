@@ -1,0 +1,131 @@
+"""Checks on the data before any long work: rows, columns, and prompts against the longest allowed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from datasets import Dataset, IterableDataset
+from trl.data_utils import is_conversational
+
+logger = logging.getLogger(__name__)
+
+BATCH = 64  # prompts tokenized at a time
+
+Tokenize = Callable[[list[Any]], list[list[int]]]
+
+
+class OverlongPromptError(ValueError):
+    """A prompt is longer than `max_length - max_completion_length`."""
+
+
+def check_rows(dataset: Any, name: str, *, columns: Sequence[str]) -> None:
+    """Raise ValueError for a dataset without rows or without one of the columns."""
+    if isinstance(dataset, Mapping):
+        for key, part in dataset.items():
+            check_rows(part, f"{name}[{key!r}]", columns=columns)
+        return
+    if isinstance(dataset, Dataset):
+        if len(dataset) == 0:
+            raise ValueError(f"{name} is empty; it needs at least one row")
+        found = dataset.column_names
+    elif isinstance(dataset, IterableDataset):
+        first = next(iter(dataset), None)
+        if first is None:
+            raise ValueError(f"{name} is empty; it needs at least one row")
+        found = list(first)
+    else:
+        return  # TRL names the types that it takes
+    for column in columns:
+        if column not in found:
+            raise ValueError(f"{name} has no column {column!r}; it has {', '.join(map(repr, found))}")
+
+
+def tokenizer_of(processing_class: Any, tools: Any, chat_template_kwargs: Mapping[str, Any] | None) -> Tokenize:
+    """Turn prompts (texts or conversations) into token ids the way TRL will."""
+
+    def tokenize(prompts: list[Any]) -> list[list[int]]:
+        if not is_conversational({"prompt": prompts[0]}):
+            return processing_class(text=prompts)["input_ids"]
+        return processing_class.apply_chat_template(
+            conversation=prompts,
+            tools=tools or None,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            **(chat_template_kwargs or {}),
+        )["input_ids"]
+
+    return tokenize
+
+
+def overlong_message(length: int, limit: int, max_length: int, where: str) -> str:
+    return (
+        f"{where} has {length} tokens; max_length={max_length} leaves {limit} for a prompt beside the completion. "
+        "Raise max_length, shorten the prompt, or set on_overlong='drop' or 'truncate_left'"
+    )
+
+
+class PromptBound:
+    """The longest prompt allowed, and what to do about longer ones.
+
+    Args:
+        max_length: longest prompt + completion in tokens.
+        limit: longest prompt in tokens.
+        policy: "error", "drop" or "truncate_left".
+    """
+
+    def __init__(self, max_length: int, limit: int, policy: str) -> None:
+        self.max_length, self.limit, self.policy = max_length, limit, policy
+
+    def apply(self, dataset: Any, name: str, tokenize: Tokenize) -> Any:
+        """Check a whole dataset; the same dataset, or without its over-long rows.
+
+        An `IterableDataset` is read as it comes: its rows are dropped while streaming, and an error comes when the
+        row is reached.
+
+        Raises:
+            OverlongPromptError: for the first over-long prompt, with how many there are, if the policy is "error".
+            ValueError: if no row is left.
+        """
+        if isinstance(dataset, Mapping):
+            return type(dataset)({k: self.apply(part, f"{name}[{k!r}]", tokenize) for k, part in dataset.items()})
+        if isinstance(dataset, IterableDataset):
+            if self.policy == "drop":
+                return dataset.filter(lambda row: len(tokenize([row["prompt"]])[0]) <= self.limit)
+            return dataset
+        if not isinstance(dataset, Dataset):
+            return dataset
+        lengths: list[int] = []
+        prompts = dataset.select_columns(["prompt"])
+        for start in range(0, len(dataset), BATCH):
+            lengths += [len(ids) for ids in tokenize(prompts[start : start + BATCH]["prompt"])]
+        over = [i for i, length in enumerate(lengths) if length > self.limit]
+        if not over:
+            return dataset
+        count = f"{len(over)} of the {len(lengths)} prompts of {name} are longer than {self.limit} tokens"
+        if self.policy == "error":
+            first = overlong_message(lengths[over[0]], self.limit, self.max_length, f"the prompt of row {over[0]}")
+            raise OverlongPromptError(f"{count}: {first}")
+        if self.policy == "truncate_left":
+            logger.warning("%s (longest %d): their first tokens are cut", count, max(lengths))
+            return dataset
+        logger.warning("%s (longest %d): dropped", count, max(lengths))
+        if len(over) == len(lengths):
+            raise ValueError(f"{count}: none is left; raise max_length={self.max_length}")
+        dropped = set(over)
+        return dataset.select([i for i in range(len(lengths)) if i not in dropped])
+
+    def cut(self, prompt_ids: list[list[int]]) -> tuple[list[list[int]], int]:
+        """Bound the prompts of one batch: the ids, and how many were cut.
+
+        Raises:
+            OverlongPromptError: unless the policy is "truncate_left".
+        """
+        over = [i for i, ids in enumerate(prompt_ids) if len(ids) > self.limit]
+        if over and self.policy != "truncate_left":
+            raise OverlongPromptError(
+                overlong_message(len(prompt_ids[over[0]]), self.limit, self.max_length, "a prompt of this batch")
+            )
+        return [ids[-self.limit :] for ids in prompt_ids], len(over)

@@ -1,0 +1,121 @@
+"""Supervised fine-tuning on long contexts: TRL's trainer, whose model runs in exact chunks."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import trl
+from datasets import Dataset
+
+from .config import SFTConfig
+from .loading import (
+    check_architecture,
+    default_output_dir,
+    enable_engine,
+    load_model,
+    load_tokenizer,
+    require_config,
+    wants_longreach_load,
+)
+from .prompts import check_rows
+
+logger = logging.getLogger(__name__)
+
+
+class OverlongSequenceError(ValueError):
+    """A training sequence is longer than `max_length`."""
+
+
+class SFTTrainer(trl.SFTTrainer):
+    """`trl.SFTTrainer` for long sequences: same arguments, same numbers, memory that hardly grows with the context.
+
+    Padded, packed and padding-free batches, completion-only and assistant-only losses, and every `loss_type` are TRL's;
+    padding is left out of the computation. Sequences longer than `max_length` are counted and reported, and treated as
+    `on_overlong` says.
+
+    Raises:
+        ValueError: bad data, before any long work: an empty dataset, an over-long sequence with `on_overlong="error"`
+            (:class:`OverlongSequenceError`), an architecture that cannot be run exactly (`UnsupportedModelError`), a
+            failed comparison with stock attention (`ParityError`).
+    """
+
+    args: SFTConfig
+
+    def __init__(
+        self,
+        model: Any,
+        args: SFTConfig | None = None,
+        data_collator: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        require_config(args, SFTConfig, "SFTTrainer")
+        # a copy: what is changed here does not reach the user's object
+        mine = SFTConfig(default_output_dir(model, "SFT")) if args is None else copy.copy(args)
+        check_architecture(model, mine)
+        for name, dataset in (("train_dataset", train_dataset), ("eval_dataset", eval_dataset)):
+            if dataset is not None:
+                check_rows(dataset, name, columns=[])
+        if processing_class is None:
+            processing_class = load_tokenizer(model, mine)
+        if isinstance(model, str) and wants_longreach_load(mine, kwargs.get("quantization_config")):
+            model = load_model(model, mine)
+            mine.model_init_kwargs = None
+        super().__init__(
+            model=model,
+            args=mine,
+            data_collator=data_collator,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            **kwargs,
+        )
+        enable_engine(self.model, mine)
+
+    def _prepare_dataset(
+        self,
+        dataset: Any,
+        processing_class: Any,
+        args: SFTConfig,
+        packing: bool,
+        formatting_func: Callable[..., Any] | None,
+        dataset_name: str,
+    ) -> Any:
+        """TRL's preparation in two steps: tokenized and labelled, then counted against `max_length`, cut and packed."""
+        if args.max_length is None or not isinstance(dataset, Dataset):
+            return super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
+        whole = copy.copy(args)
+        whole.max_length, whole.shuffle_dataset = None, False
+        dataset = super()._prepare_dataset(dataset, processing_class, whole, False, formatting_func, dataset_name)
+        # these packing strategies carry what does not fit on into the next sequence
+        if not (packing and args.packing_strategy in ("bfd_split", "wrapped")):
+            dataset = _without_overlong(dataset, args, f"{dataset_name}_dataset")
+        return super()._prepare_dataset(dataset, processing_class, args, packing, None, dataset_name)
+
+
+def _without_overlong(dataset: Dataset, args: SFTConfig, name: str) -> Dataset:
+    """Count the sequences longer than `max_length` and treat them as `on_overlong` says."""
+    lengths = [len(ids) for ids in dataset["input_ids"]]
+    limit = args.max_length
+    over = [i for i, length in enumerate(lengths) if limit is not None and length > limit]
+    if not over:
+        return dataset
+    count = f"{len(over)} of the {len(lengths)} sequences of {name} are longer than max_length={limit} tokens"
+    if args.on_overlong == "error":
+        raise OverlongSequenceError(
+            f"{count}: row {over[0]} has {lengths[over[0]]}. Raise max_length, shorten the row, or set "
+            "on_overlong='drop' or 'truncate'"
+        )
+    if args.on_overlong == "truncate":
+        logger.warning("%s (longest %d): truncated (%s)", count, max(lengths), args.truncation_mode)
+        return dataset
+    logger.warning("%s (longest %d): dropped", count, max(lengths))
+    if len(over) == len(lengths):
+        raise ValueError(f"{count}: none is left; raise max_length={limit}")
+    dropped = set(over)
+    return dataset.select([i for i in range(len(lengths)) if i not in dropped])
