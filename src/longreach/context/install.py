@@ -2,7 +2,7 @@
 
 Used: `AttentionInterface.register` for the attention function; forward hooks of torch on the decoder, which switch the engine
 on for one pass and off again; each layer's `_gradient_checkpointing_func` (documented in `GradientCheckpointingLayer`), which
-hands us the layer call; a `Cache` subclass as the layer's cache; keyword arguments that flow layer -> attention function.
+hands us the layer call; keyword arguments that flow layer -> attention function; for linear attention a `Cache` subclass.
 Outside such a pass (generation, for one) the model is what Transformers made it.
 """
 
@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from ..attention import AttentionSpec, attention
-from .layer import CHUNK_KWARG, ChunkContext, LayerCall, Run, run_layer
+from .kv import CHUNK_KWARG, ChunkContext
+from .layer import LayerCall, Run, run_layer
 from .offload import POLICIES
 from .support import TESTED, UnsupportedModelError, check_supported
 from .tree import Layout, Segment, TokenTree
@@ -54,6 +55,9 @@ def chunk_attention(
     if kwargs.get("indices") is not None:
         raise UnsupportedModelError(f"{type(module).__name__} picks keys by index; sparse indexers can't run in chunks")
     _check_window(module, sliding_window)
+    q_CHD, k_CKD, v_CKW = (x[0].transpose(0, 1) for x in (query, key, value))
+    if context.stop:
+        context.stop_at(k_CKD, v_CKW)
     spec = AttentionSpec(
         kv=context.kv,
         start=context.chunk.start,
@@ -61,7 +65,6 @@ def chunk_attention(
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         softcap=softcap,
     )
-    q_CHD, k_CKD, v_CKW = (x[0].transpose(0, 1) for x in (query, key, value))
     out_CHW, _ = attention(q_CHD, k_CKD, v_CKW, spec, s_aux)
     return out_CHW[None], None
 

@@ -1,13 +1,14 @@
 """What a layer remembers of earlier chunks while it runs: keys and values, or the boundary states of linear attention.
 
-Both memories answer the same questions of `layer.py`: which chunks, which `Cache` a chunk's call is handed, and which tensors
-tie chunks together in the backward.
+Both memories answer the same questions of `layer.py`: which chunks, what a chunk's call is handed, and which tensors tie chunks
+together in the backward.
 
 Shape suffixes: C tokens of a chunk, K key/value heads, D and W head sizes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -21,32 +22,29 @@ from .tree import ROOT, Chunk
 if TYPE_CHECKING:
     from .layer import Run
 
+CHUNK_KWARG = "longreach_chunk"
+
 
 class StopForward(Exception):
     """Ends a layer call as soon as its keys and values exist."""
 
 
-class ChunkCache(Cache):
-    """Handed to one call of one attention layer on one chunk; keeps the chunk's keys and values."""
+class ChunkContext:
+    """Travels as a keyword argument through one call of an attention layer on one chunk, to the attention function.
+
+    With `stop` the attention function only stores the keys and values, and ends the call.
+    """
 
     def __init__(self, kv: KeyValues, chunk: Chunk, stop: bool) -> None:
-        super().__init__(layer_class_to_replicate=DynamicLayer)
         self.kv, self.chunk, self.stop = kv, chunk, stop
         self.k_CKD: Tensor | None = None
         self.v_CKW: Tensor | None = None
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any):
-        if self.k_CKD is not None:
-            raise RuntimeError(f"layer {layer_idx} wrote its cache twice in one call; such a layer can't run in chunks")
-        self.k_CKD, self.v_CKW = key_states[0].transpose(0, 1), value_states[0].transpose(0, 1)
-        if self.stop:
-            with torch.no_grad():
-                self.kv.write(self.chunk.start, self.k_CKD, self.v_CKW)
-            raise StopForward
-        return key_states, value_states
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0
+    def stop_at(self, k_CKD: Tensor, v_CKW: Tensor) -> None:
+        self.k_CKD, self.v_CKW = k_CKD, v_CKW
+        with torch.no_grad():
+            self.kv.write(self.chunk.start, k_CKD, v_CKW)
+        raise StopForward
 
 
 class KeyValueMemory:
@@ -61,25 +59,28 @@ class KeyValueMemory:
     def begin_backward(self) -> None:
         self.kv.begin_backward()
 
-    def cache(self, i: int, stop: bool = False, track: bool = False) -> ChunkCache:
-        return ChunkCache(self.kv, self.chunks[i], stop)
+    def open(self, i: int, stop: bool = False, track: bool = False) -> ChunkContext:
+        """What the call of chunk i is handed."""
+        return ChunkContext(self.kv, self.chunks[i], stop)
 
-    def keep(self, i: int, cache: ChunkCache) -> None:
+    def arguments(self, handed: ChunkContext, cache_name: str) -> dict[str, Any]:
+        return {cache_name: None, CHUNK_KWARG: handed}
+
+    def keep(self, i: int, handed: ChunkContext) -> None:
         """Nothing to keep: the attention op has written the chunk's keys and values."""
 
-    def leaves(self, cache: ChunkCache) -> list[Tensor]:
+    def leaves(self, handed: ChunkContext) -> list[Tensor]:
         return []
 
-    def absorb(self, i: int, grads: tuple[Tensor | None, ...]) -> None:
+    def absorb(self, i: int, grads: Sequence[Tensor | None]) -> None:
         """Nothing to pass on: the attention op has added to the earlier tokens' gradients."""
 
-    def loose_ends(self, i: int, cache: ChunkCache) -> list[tuple[Tensor, Tensor]]:
+    def loose_ends(self, i: int, handed: ChunkContext) -> list[tuple[Tensor, Tensor]]:
         """(tensor, its gradient) beside the layer's output: the keys and values where the call stopped at them."""
-        if not cache.stop:
+        if handed.k_CKD is None or handed.v_CKW is None:
             return []
-        assert cache.k_CKD is not None and cache.v_CKW is not None
         dk, dv = self.kv.owed(self.chunks[i].start, self.chunks[i].stop)
-        return [(cache.k_CKD, dk), (cache.v_CKW, dv)]
+        return [(handed.k_CKD, dk), (handed.v_CKW, dv)]
 
 
 class StateCache(Cache):
@@ -144,27 +145,30 @@ class StateMemory:
     def begin_backward(self) -> None:
         self.dstates = [[] for _ in self.chunks]
 
-    def cache(self, i: int, stop: bool = False, track: bool = False) -> StateCache:
+    def open(self, i: int, stop: bool = False, track: bool = False) -> StateCache:
         before = self.previous[i]
         conv = recurrent = None
         if before is not None:
             conv, recurrent = (t.detach().requires_grad_(track) for t in self.states[before])
         return StateCache(conv, recurrent, self.layers)
 
-    def keep(self, i: int, cache: StateCache) -> None:
-        assert cache.final is not None and cache.final[1] is not None
-        self.states[i] = tuple(t.detach().clone() for t in cache.final if t is not None)
+    def arguments(self, handed: StateCache, cache_name: str) -> dict[str, Any]:
+        return {cache_name: handed}
 
-    def leaves(self, cache: StateCache) -> list[Tensor]:
-        return [t for t in (cache.conv, cache.recurrent) if t is not None]
+    def keep(self, i: int, handed: StateCache) -> None:
+        assert handed.final is not None and handed.final[1] is not None
+        self.states[i] = tuple(t.detach().clone() for t in handed.final if t is not None)
 
-    def absorb(self, i: int, grads: tuple[Tensor | None, ...]) -> None:
+    def leaves(self, handed: StateCache) -> list[Tensor]:
+        return [t for t in (handed.conv, handed.recurrent) if t is not None]
+
+    def absorb(self, i: int, grads: Sequence[Tensor | None]) -> None:
         before = self.previous[i]
         if before is None:
             return
         held = self.dstates[before] or [None] * len(grads)
         self.dstates[before] = [b if a is None else a if b is None else a + b for a, b in zip(held, grads)]
 
-    def loose_ends(self, i: int, cache: StateCache) -> list[tuple[Tensor, Tensor]]:
-        assert cache.final is not None
-        return [(t, d) for t, d in zip(cache.final, self.dstates[i]) if t is not None and d is not None]
+    def loose_ends(self, i: int, handed: StateCache) -> list[tuple[Tensor, Tensor]]:
+        assert handed.final is not None
+        return [(t, d) for t, d in zip(handed.final, self.dstates[i]) if t is not None and d is not None]

@@ -24,8 +24,6 @@ from .kv import KeyValueMemory, StateMemory, StopForward
 from .offload import LayerInputs
 from .tree import Chunk, Layout
 
-CHUNK_KWARG = "longreach_chunk"
-
 
 @dataclass
 class Run:
@@ -57,14 +55,6 @@ class Run:
         self.kv = KeyValues(self.layout.tokens)
 
 
-@dataclass(frozen=True)
-class ChunkContext:
-    """Travels as a keyword argument through the layer to the attention function."""
-
-    kv: KeyValues
-    chunk: Chunk
-
-
 @dataclass
 class LayerCall:
     """One layer of one run: how to call it on a chunk."""
@@ -86,14 +76,12 @@ class LayerCall:
         """In a compact run nobody reads the last layer's unlabelled rows (but a router loss counts every token)."""
         return not (self.last and self.run.compact) or chunk.reads > 0 or self.router is not None
 
-    def on(self, i: int, hidden: Tensor, cache: Any) -> Tensor | None:
+    def on(self, i: int, hidden: Tensor, handed: Any) -> Tensor | None:
         """Layer output [1, C, hidden] of chunk i, or None where the call stopped at the keys and values."""
         chunk = self.memory.chunks[i]
         total = self.run.layout.tokens
         kwargs = {k: _slice(v, chunk.start, chunk.stop, total) for k, v in self.kwargs.items()}
-        kwargs[self.cache_name] = cache
-        if not self.linear:
-            kwargs[CHUNK_KWARG] = ChunkContext(self.run.kv, chunk)
+        kwargs |= self.memory.arguments(handed, self.cache_name)
         try:
             out = self.call(hidden, **kwargs)
         except StopForward:
@@ -131,9 +119,9 @@ def _forward(call: LayerCall, hidden: Tensor) -> tuple[Tensor, Tensor | None, li
         rng.append(_rng_state(hidden.device) if call.run.replay_dropout else None)
         if not wanted and not chunk.is_context:
             continue
-        cache = memory.cache(i, stop=not wanted and memory.stops_early)
-        chunk_out = call.on(i, hidden[:, chunk.start : chunk.stop], cache)
-        memory.keep(i, cache)  # type: ignore[arg-type]
+        handed = memory.open(i, stop=not wanted and memory.stops_early)
+        chunk_out = call.on(i, hidden[:, chunk.start : chunk.stop], handed)
+        memory.keep(i, handed)  # type: ignore[arg-type]
         if not wanted or chunk_out is None:
             continue
         read, place = call.read(chunk, chunk_out)
@@ -194,7 +182,7 @@ def _rebuild(call: LayerCall, kept: Any, rng: list[Any]) -> None:
         if chunk.is_context:
             _set_rng_state(rng[i])
             with torch.no_grad():
-                call.on(i, run.inputs.rows(kept, chunk.start, chunk.stop), memory.cache(i, stop=True))
+                call.on(i, run.inputs.rows(kept, chunk.start, chunk.stop), memory.open(i, stop=True))
 
 
 def _chunk_backward(
@@ -212,10 +200,10 @@ def _chunk_backward(
     if not wanted and not chunk.is_context:
         return
     hidden = call.run.inputs.rows(kept, chunk.start, chunk.stop).detach().requires_grad_(dhidden is not None)
-    cache = memory.cache(i, stop=not wanted and memory.stops_early, track=True)
+    handed = memory.open(i, stop=not wanted and memory.stops_early, track=True)
     with torch.enable_grad():
-        out = call.on(i, hidden, cache)
-        pairs = memory.loose_ends(i, cache)  # type: ignore[arg-type]
+        out = call.on(i, hidden, handed)
+        pairs = memory.loose_ends(i, handed)  # type: ignore[arg-type]
         if wanted and out is not None and dout is not None:
             read, place = call.read(chunk, out)
             if place.start < place.stop:
@@ -227,7 +215,7 @@ def _chunk_backward(
     pairs = [(t, d) for t, d in pairs if t.requires_grad]
     if not pairs:
         return
-    leaves = memory.leaves(cache)  # type: ignore[arg-type]
+    leaves = memory.leaves(handed)  # type: ignore[arg-type]
     inputs = [hidden] if dhidden is not None else []
     outs, douts = zip(*pairs)
     grads = torch.autograd.grad(outs, [*inputs, *leaves, *dparams.params], douts, allow_unused=True)
