@@ -1,0 +1,56 @@
+# All that is needed is Python 3.11 or newer with pip; everything is installed into .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# Oldest and newest supported versions, for `make test-matrix`.
+OLDEST := transformers==5.17.0 trl==1.8.0 peft==0.19.0
+NEWEST := --upgrade transformers trl peft
+MATRIX_TESTS := tests/exactness tests/trainers tests/cli
+
+.PHONY: demo test test-slow test-gpu test-matrix lint bench-cpu clean
+
+demo: $(STAMP)
+	$(BIN)/longreach demo
+
+test: lint
+	$(BIN)/pytest
+
+test-slow: $(STAMP)
+	$(BIN)/pytest -m "slow and not gpu" --timeout 1800
+
+test-gpu: $(STAMP)
+	$(BIN)/pytest -m gpu --timeout 1800
+
+# Each set of versions gets a virtual environment of its own beside .venv.
+test-matrix: $(VENV)-oldest/.installed $(VENV)-newest/.installed
+	$(VENV)-oldest/bin/pytest $(MATRIX_TESTS)
+	$(VENV)-newest/bin/pytest $(MATRIX_TESTS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pytest tests/test_imports.py tests/test_names.py
+
+bench-cpu: $(STAMP)
+	$(BIN)/python bench/context_cpu.py
+
+clean:
+	rm -rf $(VENV) $(VENV)-oldest $(VENV)-newest .pytest_cache .mypy_cache .ruff_cache
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed; this is " + sys.version.split()[0] + ". Set PYTHON=/path/to/python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q -c constraints.txt -e '.[test]'
+	touch $@
+
+$(VENV)-oldest/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)-oldest
+	$(VENV)-oldest/bin/pip install -q -e '.[test]' $(OLDEST)
+	touch $@
+
+$(VENV)-newest/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)-newest
+	$(VENV)-newest/bin/pip install -q -e '.[test]' $(NEWEST)
+	touch $@
