@@ -126,8 +126,8 @@ def parse(raw: dict[str, Any], fields: dict[str, list[str]]) -> TrainFile:
 def _method(raw: dict[str, Any]) -> str:
     method = raw.get("method")
     if method not in ("grpo", "sft"):
-        given = "is missing" if method is None else f"={method!r} is unknown"
-        raise ConfigError(f"method {given}; write method: grpo or method: sft")
+        given = "method is missing" if method is None else f"method={method!r} is unknown"
+        raise ConfigError(f"{given}; write method: grpo or method: sft")
     return method
 
 
