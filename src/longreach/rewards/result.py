@@ -4,10 +4,10 @@ Four statuses, never merged:
 
 ``ok``                    judged, and the reward (any finite number) is to be paid
 ``wrong``                 judged and rejected; the reward is the configured value for a wrong answer (0 unless set)
-``quarantined``           not to be paid and not to be punished: an implausible or tampered result; ``reward`` is None and the
-                          trainer masks the completion out of the loss and of the group's statistics
-``infrastructure_error``  the grader failed, not the completion; ``reward`` is None, the call is retried, and when it persists
-                          :class:`InfrastructureError` is raised. It is never turned into a zero.
+``quarantined``           not to be paid and not to be punished: an implausible or tampered result; ``reward`` is None
+                          and the trainer masks the completion out of the loss and of the group's statistics
+``infrastructure_error``  the grader failed, not the completion; ``reward`` is None, the call is retried, and when it
+                          persists :class:`InfrastructureError` is raised. It is never turned into a zero.
 
 As a reward function with TRL's signature the first two become floats and ``quarantined`` becomes ``None``.
 """
@@ -33,7 +33,7 @@ class Tier(enum.IntEnum):
 
     none     a separate process, nothing else
     rlimit   and limits on CPU, memory, files, processes and output
-    lsm      and a uid of its own when started as root, no_new_privs, Landlock, a seccomp allowlist: works without privilege
+    lsm      and another uid when started as root, no_new_privs, Landlock, a seccomp allowlist: needs no privilege
     ns       and namespaces of its own: an empty file tree, no network, a private process table
     vm       and a virtual machine (stamped by graders that run in one; `Sandbox` does not start machines)
     """

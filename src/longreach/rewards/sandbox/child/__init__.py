@@ -1,0 +1,1 @@
+"""What runs inside the sandbox's own processes. Standard library only; started without the rest of the package."""
