@@ -66,8 +66,9 @@ def load_run_state(checkpoint: str, process: int) -> dict[str, Any] | None:
     try:
         return torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:
+        kind = type(error).__name__
         raise ValueError(
-            f"checkpoint {checkpoint}: {file.name} cannot be read ({error}); resume from another"
+            f"checkpoint {checkpoint}: {file.name} cannot be read ({kind}); resume from another"
         ) from error
 
 

@@ -59,7 +59,7 @@ class GRPOConfig(trl.GRPOConfig):
         ValueError: from the constructor, for a value that cannot be used.
     """
 
-    gradient_checkpointing: bool | None = _engine_field(None, CHECKPOINTING_HELP)
+    gradient_checkpointing: bool | None = _engine_field(None, CHECKPOINTING_HELP)  # type: ignore[assignment]
     max_length: int | None = _engine_field(None, "Longest prompt + completion in tokens; None for no bound.")
     on_overlong: str = _engine_field("error", f"What becomes of a longer prompt: one of {', '.join(PROMPT_OVERLONG)}.")
     chunk: int | str = _engine_field("auto", CHUNK_HELP)
@@ -75,7 +75,7 @@ class GRPOConfig(trl.GRPOConfig):
         _check_choice("rollout", self.rollout, ROLLOUT)
         if self.max_length is not None:
             self.max_length = _positive("max_length", self.max_length)
-            if self.max_length <= self.max_completion_length:
+            if self.max_length <= (self.max_completion_length or 0):
                 raise ValueError(
                     f"max_length={self.max_length} leaves no room for a prompt: it bounds prompt + completion, and "
                     f"max_completion_length={self.max_completion_length}; make it larger than that"
@@ -85,7 +85,7 @@ class GRPOConfig(trl.GRPOConfig):
     @property
     def max_prompt_length(self) -> int | None:
         """Longest prompt in tokens, or None for no bound."""
-        return None if self.max_length is None else self.max_length - self.max_completion_length
+        return None if self.max_length is None else self.max_length - (self.max_completion_length or 0)
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> GRPOConfig:
@@ -106,7 +106,7 @@ class SFTConfig(trl.SFTConfig):
         ValueError: from the constructor, for a value that cannot be used.
     """
 
-    gradient_checkpointing: bool | None = _engine_field(None, CHECKPOINTING_HELP)
+    gradient_checkpointing: bool | None = _engine_field(None, CHECKPOINTING_HELP)  # type: ignore[assignment]
     on_overlong: str = _engine_field(
         "truncate", f"What becomes of a sequence longer than max_length: one of {', '.join(SEQUENCE_OVERLONG)}."
     )
@@ -162,14 +162,15 @@ def check_engine_fields(config: GRPOConfig | SFTConfig) -> None:
 def micro_batch_factor(config: GRPOConfig) -> int:
     """How many of the user's micro-batches are joined so that none holds a part of a group.
 
-    A group split over micro-batches would have its prompt computed once per part. With factor k a joined micro-batch has
-    k × `per_device_train_batch_size` rows and there are `gradient_accumulation_steps` / k of them.
+    A group split over micro-batches would have its prompt computed once per part. With factor k a joined micro-batch
+    has k × `per_device_train_batch_size` rows and there are `gradient_accumulation_steps` / k of them.
 
     Raises:
         ValueError: if whole micro-batches cannot be joined to whole groups within one optimizer step.
     """
-    group, rows = config.num_generations, config.per_device_train_batch_size
-    local = rows * config.steps_per_generation  # rows of one process per round of generation
+    group, rows, steps = config.num_generations, config.per_device_train_batch_size, config.steps_per_generation
+    assert group is not None and steps is not None  # TRL has settled them
+    local = rows * steps  # rows of one process per round of generation
     if local % group == 0:
         unit = group
     elif group % local == 0:
@@ -177,7 +178,7 @@ def micro_batch_factor(config: GRPOConfig) -> int:
     else:
         raise ValueError(
             f"a process generates per_device_train_batch_size × steps_per_generation = {rows} × "
-            f"{config.steps_per_generation} = {local} rows at a time, which neither is a multiple of num_generations="
+            f"{steps} = {local} rows at a time, which neither is a multiple of num_generations="
             f"{group} nor divides it; choose them so that whole groups stay together"
         )
     factor = math.lcm(rows, unit) // rows

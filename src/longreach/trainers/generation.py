@@ -65,7 +65,7 @@ def _continue(model: Any, ids_GP: torch.Tensor, config: GenerationConfig) -> tor
     if ids_GP.shape[0] > 1 and ids_GP.shape[1] > 1:
         # the last prompt token stays out: `generate` needs one token to continue from
         cache = _prefill(model, base, ids_GP[:1, :-1])
-        cache.reorder_cache(torch.zeros(ids_GP.shape[0], dtype=torch.int64, device=ids_GP.device))
+        cache.reorder_cache(ids_GP.new_zeros(ids_GP.shape[0]))  # type: ignore[arg-type]
         inputs[cache_name(base)] = cache
     # `generate` writes into the configuration it is given
     out_GS = model.generate(**inputs, generation_config=copy.deepcopy(config))

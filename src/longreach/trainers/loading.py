@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase, set_seed
 
 from ..context.install import enable
 from ..context.support import check_supported
-from ..load import load
+from ..load import check_positions, load
 from .config import GRPOConfig, SFTConfig
 
 WEIGHTS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "auto": None}
@@ -18,8 +18,8 @@ def require_config(args: Any, cls: type[GRPOConfig] | type[SFTConfig], trainer: 
     """Raise TypeError unless `args` is the configuration class of this package."""
     if args is not None and not isinstance(args, cls):
         raise TypeError(
-            f"args is a {type(args).__module__}.{type(args).__name__}; {trainer} takes a longreach.{cls.__name__}, which "
-            "has all fields of TRL's"
+            f"args is a {type(args).__module__}.{type(args).__name__}; {trainer} takes a longreach.{cls.__name__}, "
+            "which has all fields of TRL's"
         )
 
 
@@ -40,14 +40,18 @@ def load_tokenizer(model: Any, args: Any) -> PreTrainedTokenizerBase:
 
 
 def check_architecture(model: Any, args: Any) -> None:
-    """Raise UnsupportedModelError for a model that cannot be run exactly, before its weights are read."""
+    """Refuse, before any weights are read, a model that cannot be run exactly (UnsupportedModelError) and a GRPO
+    `max_length` that it has no positions for (ValueError)."""
     if isinstance(model, str):
         config = AutoConfig.from_pretrained(model, trust_remote_code=args.trust_remote_code)
     elif hasattr(model, "config"):
         config = model.config
     else:
         raise TypeError(f"model is a {type(model).__name__}; pass a model's name, folder or a Transformers model")
-    check_supported(config.get_text_config(decoder=True))
+    text = config.get_text_config(decoder=True)
+    check_supported(text)
+    if isinstance(args, GRPOConfig):  # TRL's SFT configuration has a max_length of its own by default
+        check_positions(text, args.max_length)
 
 
 def wants_longreach_load(args: GRPOConfig | SFTConfig, quantization_config: Any) -> bool:
@@ -57,15 +61,15 @@ def wants_longreach_load(args: GRPOConfig | SFTConfig, quantization_config: Any)
     return plain and set(kwargs) <= {"dtype"} and _dtype_name(kwargs) in WEIGHTS
 
 
-def load_model(name: str, args: GRPOConfig | SFTConfig) -> PreTrainedModel:
-    """Load a model given by name, in the dtype of `model_init_kwargs` or else the one stored, on this process's device."""
+def load_model(name: str, args: GRPOConfig | SFTConfig) -> Any:
+    """Load a model by name, in the dtype of `model_init_kwargs` or else the one stored, on this process's device."""
     set_seed(args.seed)  # new heads are drawn at random: the seed comes first, as in TRL
     weights = WEIGHTS[_dtype_name(args.model_init_kwargs or {})]
     model, _ = load(name, weights=weights, max_length=args.max_length, device=args.device)
     return model
 
 
-def _dtype_name(kwargs: dict[str, Any]) -> str:
+def _dtype_name(kwargs: Any) -> str:
     return str(kwargs.get("dtype") or "auto").removeprefix("torch.")
 
 

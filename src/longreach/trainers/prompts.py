@@ -42,7 +42,7 @@ def check_rows(dataset: Any, name: str, *, columns: Sequence[str]) -> None:
             raise ValueError(f"{name} has no column {column!r}; it has {', '.join(map(repr, found))}")
 
 
-def tokenizer_of(processing_class: Any, tools: Any, chat_template_kwargs: Mapping[str, Any] | None) -> Tokenize:
+def tokenizer_of(processing_class: Any, tools: Any, chat_template_kwargs: Any) -> Tokenize:
     """Turn prompts (texts or conversations) into token ids the way TRL will."""
 
     def tokenize(prompts: list[Any]) -> list[list[int]]:
@@ -90,7 +90,7 @@ class PromptBound:
             ValueError: if no row is left.
         """
         if isinstance(dataset, Mapping):
-            return type(dataset)({k: self.apply(part, f"{name}[{k!r}]", tokenize) for k, part in dataset.items()})
+            return {k: self.apply(part, f"{name}[{k!r}]", tokenize) for k, part in dataset.items()}
         if isinstance(dataset, IterableDataset):
             if self.policy == "drop":
                 return dataset.filter(lambda row: len(tokenize([row["prompt"]])[0]) <= self.limit)

@@ -24,11 +24,11 @@ class RewardError(ValueError):
     """A reward function returned something that is not one number or None per completion."""
 
 
-def checked(reward: Any, retry_seconds: Sequence[float] = RETRY_SECONDS) -> Any:
+def checked(reward: Any) -> Any:
     """The reward function, with its result checked; models and model names are given back as they are.
 
-    An :class:`InfrastructureError` is retried after each of `retry_seconds` and then stops training. Any other exception
-    passes through with a note naming the function.
+    An :class:`InfrastructureError` is retried after each of `RETRY_SECONDS` and then stops training. Any other
+    exception passes through with a note naming the function.
     """
     if isinstance(reward, str | nn.Module) or not callable(reward):
         return reward
@@ -37,7 +37,7 @@ def checked(reward: Any, retry_seconds: Sequence[float] = RETRY_SECONDS) -> Any:
     if _is_async(reward):
 
         async def call_async(*args: Any, **kwargs: Any) -> list[float | None]:
-            for pause in (*retry_seconds, None):
+            for pause in (*RETRY_SECONDS, None):
                 try:
                     return check_rewards(await reward(*args, **kwargs), name, kwargs["completions"])
                 except InfrastructureError as error:
@@ -50,7 +50,7 @@ def checked(reward: Any, retry_seconds: Sequence[float] = RETRY_SECONDS) -> Any:
         return _named(call_async, reward, name)
 
     def call(*args: Any, **kwargs: Any) -> list[float | None]:
-        for pause in (*retry_seconds, None):
+        for pause in (*RETRY_SECONDS, None):
             try:
                 return check_rewards(reward(*args, **kwargs), name, kwargs["completions"])
             except InfrastructureError as error:

@@ -42,7 +42,7 @@ class SFTTrainer(trl.SFTTrainer):
             failed comparison with stock attention (`ParityError`).
     """
 
-    args: SFTConfig
+    args: Any
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class SFTTrainer(trl.SFTTrainer):
         self,
         dataset: Any,
         processing_class: Any,
-        args: SFTConfig,
+        args: Any,
         packing: bool,
         formatting_func: Callable[..., Any] | None,
         dataset_name: str,

@@ -1,0 +1,240 @@
+"""Bad input: one clear error each, before any training step, naming what is wrong and what would be right."""
+
+from __future__ import annotations
+
+import logging
+import types
+
+import pytest
+import torch
+import trl
+from datasets import Dataset, IterableDataset
+
+import longreach.trainers as ours
+from longreach.context.install import UnsupportedModelError
+from longreach.rewards.result import InfrastructureError
+from longreach.trainers import reward_calls, versions
+
+from . import tiny
+
+
+def grpo_config(**changes):
+    return ours.GRPOConfig(**(tiny.RUN | dict(num_generations=4, max_completion_length=10) | changes))
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(chunk=0), "chunk=0 .* positive whole number or 'auto'"),
+        (dict(chunk="many"), "chunk='many' is not a number"),
+        (dict(offload="disk"), "offload='disk' .* 'auto', 'none', 'host'"),
+        (dict(save_attention="maybe"), "save_attention='maybe' .* 'auto', True or False"),
+        (dict(parity_check="yes"), "parity_check='yes' .* True or False"),
+        (dict(rollout="sglang"), "rollout='sglang' .* 'auto', 'transformers'"),
+        (dict(on_overlong="cut"), "on_overlong='cut' .* 'error', 'drop', 'truncate_left'"),
+        (dict(max_length=8), "max_length=8 leaves no room .* max_completion_length=10"),
+        (dict(max_length=-1), "max_length=-1 is out of range"),
+        (dict(use_liger_kernel=True), "use_liger_kernel=True .* set it to False"),
+        (
+            dict(per_device_train_batch_size=2, steps_per_generation=4, gradient_accumulation_steps=1),
+            "per_device_train_batch_size=2 splits groups .* gradient_accumulation_steps to be a multiple of 2, not 1",
+        ),
+    ],
+)
+def test_config(changes, message):
+    with pytest.raises(ValueError, match=message):
+        grpo_config(**changes)
+
+
+def test_sft_config():
+    with pytest.raises(ValueError, match=r"on_overlong='truncate_left' .* 'truncate', 'drop', 'error'"):
+        ours.SFTConfig(**tiny.RUN, on_overlong="truncate_left")
+
+
+def test_values_from_a_command_line():
+    made = grpo_config(chunk="512", save_attention="false", max_length="130")
+    assert (made.chunk, made.save_attention, made.max_length, made.max_prompt_length) == (512, False, 130, 120)
+
+
+def test_unknown_key_names_the_nearest():
+    with pytest.raises(
+        ValueError, match=r"unknown configuration key 'max_lenght' \(value 5\); did you mean 'max_length'"
+    ):
+        ours.GRPOConfig.from_mapping({"max_lenght": 5})
+    assert ours.SFTConfig.from_mapping(tiny.RUN | {"max_length": 64}).max_length == 64
+
+
+def make(tmp_path, **changes):
+    keys = ("model", "reward_funcs", "train_dataset", "eval_dataset", "processing_class")
+    given = dict(
+        model=tiny.model(), reward_funcs=tiny.reward, train_dataset=tiny.prompts(), processing_class=tiny.tokenizer()
+    )
+    given |= {k: changes.pop(k) for k in keys if k in changes}
+    args = grpo_config(output_dir=str(tmp_path), parity_check=False, **(dict(max_steps=2) | changes))
+    return tiny.OurGRPO(args=args, **given)
+
+
+def test_empty_datasets(tmp_path):
+    empty = Dataset.from_dict({"prompt": []})
+    with pytest.raises(ValueError, match="train_dataset is empty"):
+        make(tmp_path, train_dataset=empty)
+    with pytest.raises(ValueError, match="eval_dataset is empty"):
+        make(tmp_path, eval_dataset=empty)
+    with pytest.raises(ValueError, match=r"eval_dataset\['b'\] is empty"):
+        make(tmp_path, eval_dataset={"a": tiny.prompts(), "b": empty})
+    with pytest.raises(ValueError, match="train_dataset is empty"):
+        make(tmp_path, train_dataset=IterableDataset.from_generator(lambda: iter(())))
+    args = ours.SFTConfig(**tiny.RUN, output_dir=str(tmp_path))
+    with pytest.raises(ValueError, match="train_dataset is empty"):
+        ours.SFTTrainer(tiny.model(), args, train_dataset=empty, processing_class=tiny.tokenizer())
+
+
+def test_missing_prompt_column(tmp_path):
+    with pytest.raises(ValueError, match="train_dataset has no column 'prompt'; it has 'question', 'answer'"):
+        make(tmp_path, train_dataset=Dataset.from_dict({"question": ["w1"], "answer": ["w2"]}))
+
+
+def test_args_of_trl(tmp_path):
+    args = trl.GRPOConfig(**tiny.RUN, output_dir=str(tmp_path), num_generations=4)
+    with pytest.raises(TypeError, match=r"args is a trl.*GRPOConfig; GRPOTrainer takes a longreach.GRPOConfig"):
+        ours.GRPOTrainer(tiny.model(), tiny.reward, args, tiny.prompts(), processing_class=tiny.tokenizer())
+
+
+def test_prompts_longer_than_allowed(tmp_path, caplog):
+    # prompts have 5 … 14 tokens; 12 are allowed
+    with pytest.raises(
+        ours.OverlongPromptError, match=r"6 of the 32 prompts of train_dataset are longer than 12 .* row 8"
+    ):
+        make(tmp_path, max_length=22)
+    with caplog.at_level(logging.WARNING):
+        dropped = make(tmp_path, max_length=22, on_overlong="drop")
+    assert "6 of the 32 prompts of train_dataset are longer than 12 tokens (longest 14): dropped" in caplog.text
+    assert len(dropped.train_dataset) == 26
+    with pytest.raises(ValueError, match="none is left"):
+        make(tmp_path, max_length=12, on_overlong="drop")
+    cut = make(tmp_path, max_length=22, on_overlong="truncate_left", max_steps=6)
+    assert "their first tokens are cut" in caplog.text
+    long = cut.train_dataset["prompt"][9]
+    ids = cut._tokenize_prompts([long])[0]
+    assert ids == [tiny.tokenizer()(long)["input_ids"][-12:]]
+    cut.train()
+    assert any(h.get("prompts/truncated", 0) > 0 for h in cut.state.log_history)
+    assert make(tmp_path, max_length=24).train_dataset.num_rows == 32
+
+
+def test_streamed_prompts_longer_than_allowed(tmp_path):
+    streamed = tiny.prompts().to_iterable_dataset()
+    with pytest.raises(ours.OverlongPromptError, match=r"a prompt of this batch has 1[34] tokens"):
+        make(tmp_path, train_dataset=streamed, max_length=22, shuffle_dataset=False, max_steps=6).train()
+    kept = make(tmp_path, train_dataset=streamed, max_length=22, on_overlong="drop")
+    assert len(list(kept.train_dataset)) == 26
+
+
+def test_more_tokens_than_positions(tmp_path):
+    with pytest.raises(ValueError, match="max_length=5000 is beyond the 4096 positions"):
+        make(tmp_path, max_length=5000)
+
+
+def test_refused_architecture_before_its_weights_are_read(tmp_path):
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text('{"model_type": "mamba", "architectures": ["MambaForCausalLM"]}')
+    with pytest.raises(UnsupportedModelError, match=r"mamba.*stock TRL"):
+        make(tmp_path, model=str(tmp_path / "m"))
+
+
+def test_parity_failure_stops_with_the_measured_difference(tmp_path, monkeypatch):
+    from longreach.context import install
+
+    honest = install.chunk_attention
+
+    def wrong(module, query, *args, **kwargs):
+        out, rest = honest(module, query, *args, **kwargs)
+        return out * 1.05, rest
+
+    monkeypatch.setitem(install.AttentionInterface._global_mapping, install.ATTENTION, wrong)
+    args = grpo_config(output_dir=str(tmp_path))
+    with pytest.raises(ValueError, match=r"[0-9]\.[0-9]+e-0[0-9]"):
+        ours.GRPOTrainer(tiny.model(), tiny.reward, args, tiny.prompts(), processing_class=tiny.tokenizer())
+
+
+REWARDS = [
+    (lambda completions, **kw: [1.0] * (len(completions) - 1), "returned 15 values; it must return a list of 16"),
+    (lambda completions, **kw: 1.0, "returned 1.0; it must return a list"),
+    (lambda completions, **kw: None, "returned None; it must return a list"),
+    (lambda completions, **kw: ["good"] * len(completions), "returned 'good' for completion 0"),
+    (lambda completions, **kw: [float("inf")] * len(completions), "returned inf for completion 0; .* finite"),
+    (lambda completions, **kw: [float("nan")] * len(completions), "no completion of this batch has a reward: 'score'"),
+    (lambda completions, **kw: [None] * len(completions), "no completion of this batch has a reward: 'score'"),
+]
+
+
+@pytest.mark.parametrize("score, message", REWARDS)
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_rewards(score, message, kind, tmp_path):
+    async def wait(completions, **kwargs):
+        return score(completions)
+
+    reward = score if kind == "sync" else wait
+    reward.__name__ = "score"
+    with pytest.raises(ours.RewardError, match=message):
+        make(tmp_path, reward_funcs=reward, gradient_accumulation_steps=2).train()
+
+
+def test_a_raising_reward_is_not_a_zero(tmp_path):
+    def fragile(completions, **kwargs):
+        raise KeyError("answer")
+
+    with pytest.raises(KeyError, match="answer") as caught:
+        make(tmp_path, reward_funcs=[tiny.reward, fragile]).train()
+    assert "raised by reward function 'fragile'" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_a_failing_grader_is_tried_again_and_then_stops_training(kind, tmp_path, monkeypatch):
+    monkeypatch.setattr(reward_calls, "RETRY_SECONDS", (0.0, 0.0))
+    calls = []
+
+    def run(works_at):
+        calls.clear()
+
+        def grade(completions, **kwargs):
+            calls.append(len(completions))
+            if len(calls) < works_at:
+                raise InfrastructureError("sandbox did not start")
+            return tiny.reward(completions)
+
+        async def grade_async(completions, **kwargs):
+            return grade(completions)
+
+        reward = grade if kind == "sync" else grade_async
+        return make(tmp_path, reward_funcs=reward, learning_rate=0.0)
+
+    run(works_at=3).train()
+    assert len(calls) == 4  # two failures, then one call per step
+    with pytest.raises(InfrastructureError, match=r"the grader keeps failing .sandbox did not start.; training stops"):
+        run(works_at=99).train()
+    assert len(calls) == 3
+
+
+def test_tensor_and_boolean_rewards_are_numbers():
+    assert reward_calls.check_rewards(torch.tensor([0.5, 1.0]), "r", ["", ""]) == [0.5, 1.0]
+    assert reward_calls.check_rewards([True, None], "r", ["", ""]) == [1.0, None]
+
+
+def test_unsupported_trl(monkeypatch):
+    monkeypatch.setattr(versions, "version", lambda name: "0.24.0")
+    with pytest.raises(versions.UnsupportedTRLError, match=r"trl 0.24.0 is not supported; install trl>=1.8.0,<2.0.0"):
+        versions.require_supported_trl()
+    monkeypatch.setattr(versions, "version", lambda name: "1.99.0")
+    monkeypatch.setattr(trl, "GRPOTrainer", types.SimpleNamespace())
+    with pytest.raises(versions.UnsupportedTRLError, match=r"trl 1.99.0 has no GRPOTrainer._prepare_inputs"):
+        versions.require_supported_trl()
+
+
+def test_corrupt_run_state_in_a_checkpoint(tmp_path):
+    from longreach.trainers.checkpoint import load_run_state, run_state_file
+
+    assert load_run_state(str(tmp_path), 0) is None
+    run_state_file(str(tmp_path), 0).write_bytes(b"not a checkpoint")
+    with pytest.raises(ValueError, match=r"rollout_state_0.pt cannot be read .*resume from another"):
+        load_run_state(str(tmp_path), 0)
