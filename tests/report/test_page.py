@@ -19,6 +19,7 @@ def step(number: int, **more: object) -> dict:
     return {
         "type": "step",
         "step": number,
+        "total_steps": 32,
         "seconds": 2.0 * number,
         "loss": 0.01,
         "grad_norm": 0.4,
@@ -90,6 +91,8 @@ def test_what_a_run_says_is_text_and_never_markup(run: Path) -> None:
     assert tags.tags.count("script") == 2 and "img" not in tags.tags and tags.loads == []
     assert tags.text.count("onerror=alert(2)") >= 6  # name, model, error, alarm, completion, prompt: shown, not run
     assert EVIL not in page
+    figures = page[page.index("const figures = ") :].splitlines()[0]
+    assert "\\u003cextra>" in figures and "<" not in figures
 
 
 def test_the_page_loads_nothing_and_is_small(run: Path) -> None:

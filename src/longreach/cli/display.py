@@ -29,7 +29,7 @@ def facts(record: Record) -> str:
     parts = []
     if record.get("reward") is not None:
         parts.append(f"reward {record['reward']:.3f}")
-    if record.get("loss") is not None:
+    elif record.get("loss") is not None:
         parts.append(f"loss {record['loss']:.4f}")
     length = record.get("length", {}).get("mean")
     if length is not None:

@@ -136,7 +136,8 @@ class Recorder(TrainerCallback):
             self._write_step(state, logs)
 
     def _write_step(self, state: TrainerState, logs: dict[str, Any]) -> None:
-        record: Record = {"type": "step", "step": state.global_step, "seconds": self.seconds}
+        record: Record = {"type": "step", "step": state.global_step, "total_steps": state.max_steps}
+        record["seconds"] = self.seconds
         record |= from_metrics(logs)
         done = sum(self._durations)
         if self._durations:

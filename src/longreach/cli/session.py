@@ -28,6 +28,15 @@ class Outcome:
     page: Path
 
 
+def quiet_libraries() -> None:
+    """Switch off the progress bars of Transformers and Datasets, which would run through the run's own display."""
+    import datasets
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+
+
 def write_header(
     recorder: Recorder, run: str, method: str, model: str, config: dict[str, Any], *, resume: Path | None = None
 ) -> None:
@@ -39,7 +48,6 @@ def write_header(
         "method": method,
         "model": model,
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "total_steps": None,
         "versions": machine.versions(),
         "commit": machine.commit(),
         "device": machine.device(),

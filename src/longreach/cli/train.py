@@ -47,6 +47,7 @@ class Job:
 
     path: Path
     file: TrainFile
+    model: str
     arguments: Any
     lora: Any
     rewards: list[Any]
@@ -78,10 +79,11 @@ def prepare(path: Path, *, resume: bool = False, overwrite: bool = False) -> Job
 
     classes: dict[str, type] = {"grpo": GRPOConfig, "sft": SFTConfig}
     file = parse(raw, {name: fields.field_names(cls) for name, cls in classes.items()})
+    model = _model(file.model.name_or_path, path.parent)
     rewards = load_rewards(file.reward, path.parent)
     lora = _lora(file.lora)
     train, held_out = load_data(file.data, file.method, path.parent)
-    arguments = _arguments(classes[file.method], file, path, held_out is not None)
+    arguments = _arguments(classes[file.method], file, path, held_out=held_out is not None, resume=resume)
     if rewards:
         try_rewards(rewards, file.reward, [train[i] for i in range(min(2, len(train)))])
     output = Path(arguments.output_dir)
@@ -91,10 +93,33 @@ def prepare(path: Path, *, resume: bool = False, overwrite: bool = False) -> Job
             "replace it, or name another output_dir"
         )
     checkpoint = resumable(output) if resume else None
-    return Job(path, file, arguments, lora, rewards, train, held_out, checkpoint)
+    return Job(path, file, model, arguments, lora, rewards, train, held_out, checkpoint)
 
 
-def _arguments(config_class: type, file: TrainFile, path: Path, has_held_out: bool) -> Any:
+def _model(name: str, base: Path) -> str:
+    """The folder or Hub id to load: a folder beside the config goes first, "zoo" is the embedded model."""
+    from longreach.cli.terminal import ConfigError
+
+    if name == EMBEDDED:
+        from longreach.zoo import model_path
+
+        try:
+            return str(model_path())
+        except FileNotFoundError as error:
+            raise ConfigError(f"model='zoo': {error}") from None
+    for folder in (base / name, Path(name)):
+        if folder.is_dir():
+            if not (folder / "config.json").is_file():
+                raise ConfigError(f"model={name!r}: the folder holds no config.json, so it is no model of Transformers")
+            return str(folder)
+    if Path(name).is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise ConfigError(
+            f"model={name!r}: no such folder; give a model's folder, a Hub id such as Qwen/Qwen3-4B, or zoo"
+        )
+    return name
+
+
+def _arguments(config_class: type, file: TrainFile, path: Path, *, held_out: bool, resume: bool) -> Any:
     """The trainer's config: the file's fields over a few defaults that suit a log of every step."""
     import torch
 
@@ -107,8 +132,8 @@ def _arguments(config_class: type, file: TrainFile, path: Path, has_held_out: bo
         "disable_tqdm": True,
         "use_cpu": not (torch.cuda.is_available() or torch.backends.mps.is_available()),
     }
-    if has_held_out and "eval_strategy" not in file.training:
-        defaults |= {"eval_strategy": "steps", "eval_steps": 0.25}
+    if held_out and "eval_strategy" not in file.training:
+        defaults |= {"eval_strategy": "steps", "eval_steps": 0.25, "eval_on_start": not resume}
     return fields.build(config_class, {**defaults, **file.training})
 
 
@@ -131,6 +156,7 @@ def execute(job: Job, screen: Any) -> str:
     from longreach.cli.runlog import LogWriter
     from longreach.cli.terminal import fail
 
+    session.quiet_libraries()
     output = Path(job.arguments.output_dir)
     if job.resume is None:
         _clear(output)
@@ -171,16 +197,11 @@ def _trainer(job: Job, recorder: Any) -> Any:
     from longreach.load import load
     from longreach.trainers import GRPOTrainer, SFTTrainer
 
-    name = job.file.model.name_or_path
-    model: Any = name
+    model: Any = job.model
     common: dict[str, Any] = {}
-    if name == EMBEDDED:
-        from longreach.zoo import model_path
-
-        model = name = str(model_path())
     if job.file.model.weights is not None:
         model, tokenizer = load(
-            name, weights=job.file.model.weights, max_length=job.arguments.max_length, device=job.arguments.device
+            job.model, weights=job.file.model.weights, max_length=job.arguments.max_length, device=job.arguments.device
         )
         common["processing_class"] = tokenizer
     common |= {

@@ -3,10 +3,10 @@
 Kinds of record, told apart by ``type``:
 
 ``header``  once per start of the program: ``format``, ``run``, ``method``, ``model``, ``started`` (ISO 8601),
-            ``total_steps``, ``versions``, ``commit``, ``device``, ``config``; after ``--resume`` a second header
-            carries ``resumed_from`` (a step).
-``step``    one per optimizer step: ``step``, ``seconds`` (since the start), ``step_seconds``, ``loss``,
-            ``grad_norm``, ``learning_rate``, ``reward``, ``reward_std``, ``rewards`` (name -> mean),
+            ``versions``, ``commit``, ``device``, ``config``; after ``--resume`` a second header carries
+            ``resumed_from`` (a step).
+``step``    one per optimizer step: ``step``, ``total_steps``, ``seconds`` (since the start), ``step_seconds``,
+            ``loss``, ``grad_norm``, ``learning_rate``, ``reward``, ``reward_std``, ``rewards`` (name -> mean),
             ``groups_without_signal`` (0 to 1), ``length`` (``mean``, ``min``, ``max`` in tokens, ``clipped`` 0 to 1),
             ``entropy`` and ``kl`` (nats a token), ``tokens`` (since the start), ``tokens_per_second``, ``memory``
             (``host`` and ``device``, bytes), ``completions`` (a sample), ``alarms``, ``other`` (further metrics).

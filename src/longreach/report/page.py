@@ -88,7 +88,7 @@ def duration(seconds: float) -> str:
 def _subtitle(log: RunLog) -> str:
     header, last = log.header, log.steps[-1] if log.steps else {}
     parts = [str(header.get("method", "")).upper(), str(header.get("model", ""))]
-    total = header.get("total_steps")
+    total = last.get("total_steps")
     parts.append(f"{last.get('step', 0):,} of {total:,} steps" if total else f"{last.get('step', 0):,} steps")
     seconds = sum(footer_seconds) if (footer_seconds := _seconds(log)) else None
     if seconds is not None:
