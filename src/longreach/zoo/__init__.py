@@ -1,0 +1,37 @@
+"""An embedded model of a few megabytes and verifiable long-context tasks: all the demo needs, with no download.
+
+`task(name)` and `tasks()` give the tasks, `model_path()` the folder to hand to `AutoModelForCausalLM.from_pretrained`.
+"""
+
+from pathlib import Path
+
+from longreach.zoo.log_facts import LOG_FACTS
+from longreach.zoo.program_trace import PROGRAM_TRACE
+from longreach.zoo.task import Task
+
+_TASKS = {task.name: task for task in (LOG_FACTS, PROGRAM_TRACE)}
+
+__all__ = ["Task", "model_path", "task", "tasks"]
+
+
+def tasks() -> tuple[Task, ...]:
+    """All tasks of the zoo."""
+    return tuple(_TASKS.values())
+
+
+def task(name: str) -> Task:
+    """The task of that name; ValueError names the known ones."""
+    if name not in _TASKS:
+        raise ValueError(f"name={name!r}: unknown task; choose one of {', '.join(_TASKS)}")
+    return _TASKS[name]
+
+
+def model_path() -> Path:
+    """The folder of the embedded model, tokenizer and generation settings."""
+    path = Path(__file__).parent / "model"
+    if not (path / "model.safetensors").is_file():
+        raise FileNotFoundError(
+            f"{path} holds no model.safetensors: the installation is incomplete; reinstall longreach, or train the model "
+            f"again with `python -m longreach.zoo.pretrain --out {path}`"
+        )
+    return path
