@@ -37,7 +37,9 @@ def scored(monkeypatch):
 
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "bnpo", "dr_grpo", "vespo"])
 def test_groups_with_equal_rewards_are_skipped_exactly(loss_type, tmp_path, scored):
-    settings = dict(rewards=tie(SOME_ZERO), loss_type=loss_type, num_iterations=2, per_device_train_batch_size=4, max_steps=4)
+    settings = dict(
+        rewards=tie(SOME_ZERO), loss_type=loss_type, num_iterations=2, per_device_train_batch_size=4, max_steps=4
+    )
     stock, own = tiny.grpo(False, tmp_path, **settings), tiny.grpo(True, tmp_path, **settings)
     tiny.assert_same_run(stock, own, ("loss", "grad_norm", "reward", "clip_ratio/region_mean", "num_tokens"))
     skipped = [h["skipped/groups"] for h in tiny.history(own)]
@@ -56,7 +58,9 @@ def test_nothing_to_learn_runs_no_forward_and_still_moves_by_momentum_and_decay(
     assert [h["entropy"] is None for h in tiny.history(own)] == [False, True, True]
 
 
-@pytest.mark.parametrize("term", [dict(beta=0.04, peft=tiny.lora()), dict(entropy_coef=0.1), dict(top_entropy_quantile=0.5)])
+@pytest.mark.parametrize(
+    "term", [dict(beta=0.04, peft=tiny.lora()), dict(entropy_coef=0.1), dict(top_entropy_quantile=0.5)]
+)
 def test_rows_on_which_another_term_depends_are_not_skipped(term, tmp_path):
     settings = dict(rewards=tie(ALL_ZERO), loss_type="grpo") | term
     stock, own = tiny.grpo(False, tmp_path, **settings), tiny.grpo(True, tmp_path, **settings)

@@ -1,0 +1,93 @@
+"""A run that was stopped goes on to the same numbers: random states, generated rows in hand, order of later epochs."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+import torch
+
+import longreach.trainers as ours
+
+from . import tiny
+
+
+def run(tmp_path, name, *, steps=6, resume=None, callbacks=None, rows=32, rewards=None, **args):
+    """A run with sampled completions, without checkpoints of its own."""
+
+    def reward(completions, **kwargs):
+        return [len(set(c.split())) - len(c) / 20 for c in completions]
+
+    settings = dict(
+        trainer=ours.GRPOTrainer, output_dir=str(tmp_path / name), max_steps=steps, learning_rate=1e-3, data=tiny.prompts(rows), rewards=rewards or reward,
+    )  # fmt: skip
+    made = tiny.grpo(True, None, train=False, callbacks=callbacks, **(settings | args))
+    made.train(resume_from_checkpoint=resume)
+    return made
+
+
+class StopAt(tiny.T.TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            control.should_training_stop = control.should_save = True
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(),
+        dict(steps_per_generation=4, num_iterations=2, stop=3),  # in the middle of a batch of generated rows
+        dict(rows=8, stop=3),  # 2 steps an epoch: stops inside the second
+        dict(rows=8, stop=4),  # between epochs
+    ],
+    ids=["plain", "within a generation", "second epoch", "between epochs"],
+)
+def test_resumed_run_equals_an_uninterrupted_one(settings, tmp_path):
+    stop = settings.pop("stop", 2)
+    whole = run(tmp_path, "whole", **settings)
+    run(tmp_path, "parts", callbacks=[StopAt(stop)], **settings)
+    resumed = run(tmp_path, "parts", resume=True, **settings)
+    assert resumed.state.global_step == 6
+    a, b = tiny.history(whole), tiny.history(resumed)
+    for x, y in zip(a[stop:], b[-(6 - stop) :]):
+        for name in set(x) - {"step_time"}:
+            assert x[name] == y[name], name
+    for name, p in tiny.trained(whole).items():
+        assert torch.equal(p, tiny.trained(resumed)[name]), name
+
+
+def test_interrupt_saves_a_checkpoint_to_go_on_from(tmp_path):
+    calls = []
+
+    def interrupting(completions, **kwargs):
+        calls.append(1)
+        if len(calls) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return [float(len(c)) for c in completions]
+
+    before = signal.getsignal(signal.SIGINT)
+    callback = ours.InterruptCallback()
+    stopped = run(tmp_path, "run", rewards=interrupting, callbacks=[callback])
+    assert callback.interrupted and stopped.state.global_step == 2
+    assert callback.checkpoint == str(tmp_path / "run" / "checkpoint-2")
+    assert signal.getsignal(signal.SIGINT) is before
+    whole = run(tmp_path, "whole", rewards=interrupting)  # two more calls: no further interrupt
+    resumed = run(tmp_path, "run", rewards=interrupting, resume=callback.checkpoint)
+    for name, p in tiny.trained(whole).items():
+        assert torch.equal(p, tiny.trained(resumed)[name]), name
+
+
+def test_second_interrupt_stops_at_once(tmp_path):
+    def interrupting(completions, **kwargs):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        return [1.0] * len(completions)
+
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, "run", rewards=interrupting, callbacks=[ours.InterruptCallback()])
+    assert signal.getsignal(signal.SIGINT) is before
