@@ -1,0 +1,176 @@
+"""Calls a reward function in a process that may die, and says in how many ways it failed.
+
+A named target gets a fresh interpreter; a function object is carried over by fork. Either way the process has a working
+folder, a session and an output of its own, and the audit kills its whole group when a call passes the time limit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from longreach.audit.target import RewardFunction, TargetError
+from longreach.audit.worker import isolate, receive, send, serve
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One call: ``rewards`` if it returned one value a completion, else ``failure`` (``crash``, ``hang``, ``error``,
+    ``malformed``) with ``detail``. A value that is no finite number is a text in ``rewards``."""
+
+    rewards: tuple[float | str | None, ...] = ()
+    seconds: float = 0.0
+    failure: str = ""
+    detail: str = ""
+
+
+class Prober:
+    """A reward function in its process; a context manager.
+
+    Args:
+        target: a name (see `longreach.audit.target.resolve`) or a function.
+        time_limit: longest accepted call, in seconds.
+        memory: address-space limit of the process in bytes, 0 for none.
+    """
+
+    def __init__(self, target: str | RewardFunction, *, time_limit: float = 60.0, memory: int = 0) -> None:
+        self.target, self.time_limit, self.memory = target, time_limit, memory
+        self.restarts = 0
+        self._channel: socket.socket | None = None
+        self._pid = 0
+        self._process: subprocess.Popen[bytes] | None = None
+        self._folder = ""
+
+    def __enter__(self) -> Prober:
+        self._start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop()
+
+    def call(self, prompts: Sequence[Any], completions: Sequence[Any], columns: Mapping[str, Any]) -> Outcome:
+        """One call of the reward function; after a crash or hang the process is replaced."""
+        request = {"op": "grade", "prompts": list(prompts), "completions": list(completions), "columns": dict(columns)}
+        try:
+            reply = self._ask(request)
+        except TimeoutError:
+            self.restart()
+            return Outcome(failure="hang", detail=f"no reply within {self.time_limit:g} s")
+        except (EOFError, OSError, ValueError, KeyError, TypeError) as error:
+            self.restart()
+            return Outcome(failure="crash", detail=f"{type(error).__name__}: {error}"[:300])
+        if "error" in reply:
+            return Outcome(failure="error", detail=str(reply["error"]))
+        rewards = reply.get("rewards")
+        if not isinstance(rewards, list) or len(rewards) != len(completions):
+            count = len(rewards) if isinstance(rewards, list) else "no"
+            return Outcome(failure="malformed", detail=f"{count} rewards for {len(completions)} completions")
+        return Outcome(tuple(rewards), float(reply["seconds"]))
+
+    def state(self, prompt: Any, completion: Any, columns: Mapping[str, Any]) -> dict[str, Any]:
+        """What completions have left in the process: new builtins, files in its folder; and the tier it claims."""
+        request = {"op": "state", "prompts": [prompt], "completions": [completion], "columns": dict(columns)}
+        try:
+            return self._ask(request)
+        except (EOFError, OSError, ValueError):
+            self.restart()
+            return {"builtins": [], "files": [], "tier": None}
+
+    def restart(self) -> None:
+        """Replace the process by a fresh one."""
+        self._stop()
+        self.restarts += 1
+        self._start()
+
+    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        assert self._channel is not None
+        nonce = secrets.token_hex(16)
+        self._channel.settimeout(self.time_limit)
+        send(self._channel, {**request, "nonce": nonce})
+        reply = receive(self._channel)
+        if not isinstance(reply, dict) or reply.pop("nonce", None) != nonce:
+            raise ValueError("a reply that does not belong to the request")
+        return reply
+
+    def _start(self) -> None:
+        self._folder = tempfile.mkdtemp(prefix="longreach-audit-")
+        ours, theirs = socket.socketpair()
+        if isinstance(self.target, str):
+            self._spawn(self.target, theirs)
+        else:
+            self._fork(self.target, ours, theirs)
+        theirs.close()
+        ours.settimeout(max(self.time_limit, 120.0))  # imports of the grader's libraries
+        self._channel = ours
+        try:
+            ready = receive(ours)
+        except (EOFError, OSError, ValueError) as error:
+            self._stop()
+            raise TargetError(f"target: the process with {self.target!r} did not start: {error}") from error
+        if not ready.get("ready"):
+            self._stop()
+            raise TargetError(f"target: {ready.get('error')}")
+
+    def _spawn(self, name: str, theirs: socket.socket) -> None:
+        place, _, attribute = name.rpartition(":")
+        if place.endswith(".py"):
+            name = f"{Path(place).resolve()}:{attribute}"
+        # The folder of the caller stays importable although the process works elsewhere.
+        environment = {
+            k: v for k, v in os.environ.items() if k in ("PATH", "HOME", "LANG", "PYTHONPATH", "VIRTUAL_ENV")
+        }
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (os.getcwd(), environment.get("PYTHONPATH", ""))))
+        environment["OMP_NUM_THREADS"] = "1"
+        command = [sys.executable, "-m", "longreach.audit.worker", str(theirs.fileno()), str(self.memory), name]
+        self._process = subprocess.Popen(
+            command,
+            pass_fds=[theirs.fileno()],
+            cwd=self._folder,
+            env=environment,
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        self._pid = self._process.pid
+
+    def _fork(self, reward: RewardFunction, ours: socket.socket, theirs: socket.socket) -> None:
+        pid = os.fork()
+        if pid:
+            self._pid = pid
+            return
+        status = 1
+        try:
+            ours.close()
+            os.setsid()
+            os.chdir(self._folder)
+            isolate(self.memory)
+            serve(reward, theirs)
+            status = 0
+        finally:
+            os._exit(status)
+
+    def _stop(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+        if self._pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._pid, signal.SIGKILL)
+            if self._process is not None:
+                self._process.wait()
+            else:
+                os.waitpid(self._pid, 0)
+        self._pid, self._process = 0, None
+        shutil.rmtree(self._folder, ignore_errors=True)
