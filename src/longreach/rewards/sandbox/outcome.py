@@ -28,6 +28,8 @@ class Limits:
     source_bytes  of the code; longer is refused unread
     open_files    descriptors
     denials       refused system calls before the process is killed
+    native_code   whether new machine code may be mapped: off, extension modules that are not loaded yet cannot be
+    imported cpu           the one CPU to run on, or None for any
 
     No files can be written and no process or thread started, whatever the limits.
     """
@@ -40,10 +42,14 @@ class Limits:
     source_bytes: int = 1 << 18
     open_files: int = 32
     denials: int = 200
+    native_code: bool = True
+    cpu: int | None = None
 
     def __post_init__(self) -> None:
         for item in fields(self):
             value = getattr(self, item.name)
+            if item.name in ("native_code", "cpu"):
+                continue
             if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
                 raise ValueError(f"Limits.{item.name} is {value!r}; it must be a positive number")
         if self.open_files < 8:
@@ -57,6 +63,8 @@ class Limits:
             "stack_bytes": int(self.stack_bytes),
             "open_files": int(self.open_files),
             "denials": int(self.denials),
+            "native_code": int(self.native_code),
+            "cpu": -1 if self.cpu is None else self.cpu,
         }
 
 

@@ -12,6 +12,7 @@ import secrets
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from longreach.rewards.result import InfrastructureError
 from longreach.rewards.sandbox.child.tester import ASK
@@ -122,7 +123,7 @@ def _candidates_fault(broken: str) -> bool:
     return any(kind in broken for kind in ("ImportError", "AttributeError", "RemoteError", "NameError"))
 
 
-def _converse(tests: Session, candidate: Session, suite: Suite) -> tuple[dict[str, object], CandidateFailed | None]:
+def _converse(tests: Session, candidate: Session, suite: Suite) -> tuple[dict[str, Any], CandidateFailed | None]:
     """Pass the tests' questions to the candidate until the tests have reported."""
     head = {
         "module": suite.module,

@@ -29,6 +29,9 @@ _NUMERIC_DTYPES = frozenset(
 )
 
 
+_BASES: tuple[Any, ...] = (int, float, str, bytes, list, tuple, dict, set, frozenset, complex)
+
+
 class CodecError(ValueError):
     """The value cannot cross, or the bytes are not what an encoder writes."""
 
@@ -91,19 +94,7 @@ class _Encoder:
             return self._blob("nd", list(value.shape), array_.astype(dtype, copy=False).tobytes(), dtype=dtype.str)
         if numpy is not None and isinstance(value, numpy.generic):
             return self.plain(value.item())
-        for base in (
-            bool,
-            int,
-            float,
-            str,
-            bytes,
-            list,
-            tuple,
-            dict,
-            set,
-            frozenset,
-            complex,
-        ):  # subclasses lose their class here
+        for base in _BASES:  # subclasses lose their class here
             if isinstance(value, base):
                 return self.plain(base(value))
         if self.keep is not None:
@@ -206,7 +197,7 @@ def _no_constant(name: str) -> Any:
     raise CodecError(f"bare {name}")
 
 
-def decode(data: bytes | memoryview, *, resolve: Callable[[int, str], Any] | None = None) -> Any:
+def decode(data: bytes | bytearray | memoryview, *, resolve: Callable[[int, str], Any] | None = None) -> Any:
     """The value that was encoded. Safe on hostile bytes: raises CodecError, and costs time and memory linear in
     their number.
     """

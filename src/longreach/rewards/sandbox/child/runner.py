@@ -111,20 +111,18 @@ def serve_calls(fd: int) -> None:
             _reply(fd, nonce, status, _describe(error))
         else:
             _reply(fd, nonce, OK, answer)
-            value = answer = None
+            del value, answer
 
 
 def run_program(fd: int) -> int:
     """Be a program: standard streams are real pipes. Returns the exit code."""
     _, payload = _request(fd)
     os.close(fd)
-    # noqa: SIM115 - it lives as long as the process
-    # not closed: the streams live as long as the process
+    # never closed: the streams live as long as the process
     sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)), "utf-8", "surrogateescape")
     sys.stdout = io.TextIOWrapper(io.BufferedWriter(io.FileIO(1, "w", closefd=False)), "utf-8", "surrogateescape")
     error = io.BufferedWriter(io.FileIO(2, "w", closefd=False))
     sys.stderr = io.TextIOWrapper(error, "utf-8", "backslashreplace", line_buffering=True)
-    sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
     code = 0
     try:
         _load(json.loads(bytes(payload))["source"], "__main__")

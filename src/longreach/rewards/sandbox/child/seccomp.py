@@ -92,7 +92,7 @@ def _allow_values(index: int, values: tuple[int, ...], otherwise: int) -> Code:
     return [*body, (RET, 0, 0, otherwise)]
 
 
-def allowlist(own_pid: int, *, default: int, arch: str | None = None) -> Code:
+def allowlist(own_pid: int, *, default: int, native_code: bool = True, arch: str | None = None) -> Code:
     """The filter for a process whose pid, as it sees it, is ``own_pid``; ``default`` is the action for everything
     else.
     """
@@ -102,6 +102,10 @@ def allowlist(own_pid: int, *, default: int, arch: str | None = None) -> Code:
     code.append((LD, 0, 0, OFFSET_NUMBER))
     if arch == "x86_64":
         code += [(JGE, 0, 1, 0x40000000), (RET, 0, 0, KILL_PROCESS)]  # the x32 calls, under the same AUDIT_ARCH
+    if not native_code:
+        for name in ("mmap", "mprotect"):
+            executable: Code = [_argument(2), (JSET, 0, 1, 4), (RET, 0, 0, default), (RET, 0, 0, ALLOW)]  # PROT_EXEC
+            code += _guarded(numbers[name], executable)
     for name in ALLOWED:
         if name in numbers:
             code += [(JEQ, 0, 1, numbers[name]), (RET, 0, 0, ALLOW)]

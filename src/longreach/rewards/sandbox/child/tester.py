@@ -166,7 +166,7 @@ def _run_case(kind: type[unittest.TestCase], method: str) -> None:
     for _, trace in [*result.errors, *result.failures]:
         raise AssertionError(trace.strip().splitlines()[-1])
     if result.testsRun != 1 or result.skipped or result.unexpectedSuccesses or result.expectedFailures:
-        raise unittest.SkipTest
+        raise unittest.SkipTest("skipped")
 
 
 def _named_test(namespace: dict[str, Any], name: str) -> Any:

@@ -33,7 +33,15 @@ random re secrets statistics string struct textwrap time traceback types typing 
 """
 PRELOADED = tuple(_PRELOADED_TEXT.split())
 SCM_CREDENTIALS = 2  # linux/socket.h; Python does not name it
-_PROBE_LIMITS = {"cpu_s": 5, "memory_bytes": 256 << 20, "stack_bytes": 8 << 20, "open_files": 32, "denials": 0}
+_PROBE_LIMITS = {
+    "cpu_s": 5,
+    "memory_bytes": 256 << 20,
+    "stack_bytes": 8 << 20,
+    "open_files": 32,
+    "denials": 0,
+    "native_code": 1,
+    "cpu": -1,
+}
 CHANNEL, READY = 3, 4  # the child's descriptors: its own channel, and the way to hand its listener over
 
 
@@ -219,6 +227,8 @@ class Zygote:
         """
         locked = self.tier in ("lsm", "ns")
         os.setsid()
+        if limits["cpu"] >= 0 and sys.platform == "linux":
+            os.sched_setaffinity(0, {limits["cpu"]})
         if locked:
             from . import kernel, seccomp
 
@@ -237,7 +247,7 @@ class Zygote:
             os.write(READY, report)
         else:
             denied = seccomp.USER_NOTIF if self.counts_denials else seccomp.ERRNO | 1
-            code = seccomp.allowlist(os.getpid(), default=denied)
+            code = seccomp.allowlist(os.getpid(), default=denied, native_code=bool(limits["native_code"]))
             for name in ("sendmsg", "seccomp"):  # to hand the listener over; then taken away too
                 code = seccomp.permitting(code, name)
             # made now: it asks what the filter refuses
