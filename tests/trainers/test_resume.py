@@ -20,7 +20,8 @@ def run(tmp_path, name, *, steps=6, resume=None, callbacks=None, rows=32, reward
         return [len(set(c.split())) - len(c) / 20 for c in completions]
 
     settings = dict(
-        trainer=ours.GRPOTrainer, output_dir=str(tmp_path / name), max_steps=steps, learning_rate=1e-3, data=tiny.prompts(rows), rewards=rewards or reward,
+        trainer=ours.GRPOTrainer, output_dir=str(tmp_path / name), max_steps=steps, learning_rate=1e-3, chunk=64,
+        data=tiny.prompts(rows), rewards=rewards or reward,
     )  # fmt: skip
     made = tiny.grpo(True, None, train=False, callbacks=callbacks, **(settings | args))
     made.train(resume_from_checkpoint=resume)

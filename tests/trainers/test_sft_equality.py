@@ -25,7 +25,8 @@ def sft(own, tmp_path, *, data=None, peft=None, tok=None, train=True, policy=Non
         settings = dict(chunk=7, parity_check=False) | settings
     made = (ours.SFTTrainer if own else trl.SFTTrainer)(
         model=policy or tiny.model(), args=(ours.SFTConfig if own else trl.SFTConfig)(**settings),
-        train_dataset=tiny.pairs() if data is None else data, processing_class=tok or tiny.tokenizer(), peft_config=peft,
+        train_dataset=tiny.pairs() if data is None else data, processing_class=tok or tiny.tokenizer(),
+        peft_config=peft,
     )  # fmt: skip
     if train:
         made.train()
