@@ -44,7 +44,11 @@ CONFIGS = {
     ),
     "gemma3": lambda: T.Gemma3TextConfig(**HEAD, sliding_window=7, query_pre_attn_scalar=12, layer_types=MIXED),
     "gpt_oss": lambda: T.GptOssConfig(
-        **{**HEAD, "intermediate_size": 32}, num_local_experts=6, num_experts_per_tok=2, sliding_window=8, layer_types=MIXED
+        **{**HEAD, "intermediate_size": 32},
+        num_local_experts=6,
+        num_experts_per_tok=2,
+        sliding_window=8,
+        layer_types=MIXED,
     ),
     "phi3": lambda: T.Phi3Config(**COMMON, sliding_window=9),
     "glm4": lambda: T.Glm4Config(**HEAD),
@@ -66,7 +70,12 @@ CONFIGS = {
         first_k_dense_replace=1,
     ),
     "qwen3_next": lambda: T.Qwen3NextConfig(
-        **HEAD, **LINEAR, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=16
+        **HEAD,
+        **LINEAR,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
     ),
     "qwen3_5": lambda: T.Qwen3_5TextConfig(**HEAD, **LINEAR),
 }
@@ -77,7 +86,9 @@ LORA_TARGETS = (
 )  # fmt: skip
 
 
-def build(name: str, dtype: torch.dtype, *, lora: bool, attention: str = "eager", seed: int = 0, **config) -> nn.Module:
+def build(
+    name: str, dtype: torch.dtype, *, lora: bool, attention: str = "eager", seed: int = 0, spread: float = 0.15, **config
+) -> nn.Module:
     """A model with random weights and non-zero norms, sinks, biases, router and adapter."""
     torch.manual_seed(seed)
     cfg = CONFIGS[name]()
@@ -85,7 +96,7 @@ def build(name: str, dtype: torch.dtype, *, lora: bool, attention: str = "eager"
         setattr(cfg, key, value)
     model = T.AutoModelForCausalLM.from_config(cfg, attn_implementation=attention).to(dtype)
     generator = torch.Generator().manual_seed(1)
-    _perturb(model, generator, 0.15)
+    _perturb(model, generator, spread)
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")
     if lora:

@@ -72,16 +72,17 @@ def loss_of(logprobs, dtype):
     return (flat * weights).sum() / len(flat)
 
 
-def compare(name, lora, tree_name, chunks, dtype):
+def compare(name, lora, tree_name, chunks, dtype, spread=0.15):
     tree, rows = TREES[tree_name]()
-    reference = build(name, dtype, lora=lora)
+    reference = build(name, dtype, lora=lora, spread=spread)
     expected = loss_of(stock(reference, rows, dtype), dtype)
     expected.backward()
     for chunk in chunks:
-        model = build(name, dtype, lora=lora)
+        model = build(name, dtype, lora=lora, spread=spread)
         enable(model, chunk=chunk, offload="none" if chunk != 16 else "host", parity_check=False)
         loss = loss_of(token_logprobs(model, tree), dtype)
         loss.backward()
+        loss, expected = loss.detach(), expected.detach()
         error, where = worst(gradients(reference), gradients(model))
         yield chunk, abs(float(loss - expected)) / abs(float(expected)), error, where
 
@@ -99,7 +100,8 @@ def test_fp64(name, lora, tree_name):
 @pytest.mark.parametrize("tree_name", ["group", "packing"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_fp32(name, tree_name):
-    for chunk, loss, error, where in compare(name, True, tree_name, (7,), torch.float32):
+    # Weights spread less than in fp64: with those, stock fp32 itself strays up to 7e-5 from fp64.
+    for chunk, loss, error, where in compare(name, True, tree_name, (7,), torch.float32, spread=0.03):
         assert loss <= 1e-5, f"chunk {chunk}: loss off by {loss:.1e}"
         assert error <= 1e-5, f"chunk {chunk}: gradient of {where} off by {error:.1e}"
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 import weakref
 from collections.abc import Iterator
@@ -51,7 +52,9 @@ def chunk_attention(
     """The function that Transformers' attention modules call: [1, H, C, D] in, [1, C, H, W] out."""
     context: ChunkContext | None = kwargs.get(CHUNK_KWARG)
     if context is None:
-        raise RuntimeError(f"{type(module).__name__} dropped the keyword argument {CHUNK_KWARG!r}: it can't run in chunks")
+        raise RuntimeError(
+            f"{type(module).__name__} dropped the keyword argument {CHUNK_KWARG!r}: it can't run in chunks"
+        )
     if kwargs.get("indices") is not None:
         raise UnsupportedModelError(f"{type(module).__name__} picks keys by index; sparse indexers can't run in chunks")
     _check_window(module, sliding_window)
@@ -102,7 +105,9 @@ class Engine:
         self.config = self.decoder.config
         check_supported(self.config)
         if self.config.model_type not in TESTED:
-            logger.warning("model_type %r is not in the exactness tests; the parity check decides", self.config.model_type)
+            logger.warning(
+                "model_type %r is not in the exactness tests; the parity check decides", self.config.model_type
+            )
         self.layers: list[nn.Module] = list(self.decoder.layers[: self.config.num_hidden_layers])
         missing = [type(m).__name__ for m in self.layers if not hasattr(m, "gradient_checkpointing")]
         if missing:
@@ -188,7 +193,10 @@ class Engine:
     def _switch_on(self, run: Run) -> None:
         self.run = run
         grad = torch.is_grad_enabled()
-        old = [(m, m.gradient_checkpointing, m.training, m.__dict__.get("_gradient_checkpointing_func")) for m in self.layers]
+        old = [
+            (m, m.gradient_checkpointing, m.training, m.__dict__.get("_gradient_checkpointing_func"))
+            for m in self.layers
+        ]
         self._restore = [self.config._attn_implementation, grad, old]
         self.config._attn_implementation = ATTENTION
         # Transformers takes the checkpointing path only for a training layer with gradients on; scoring goes the same way and
@@ -246,7 +254,7 @@ class Engine:
         kwargs["attention_mask"] = None
         cache_name = "cache" if "cache" in kwargs else "past_key_values"
         layer_types = getattr(self.config, "layer_types", None)
-        linear = bool(layer_types) and layer_types[index] == "linear_attention"
+        linear = layer_types is not None and layer_types[index] == "linear_attention"
         return run_layer(LayerCall(self.run, index, layer, call, kwargs, linear, cache_name), args[0])
 
     # ---- a plain call of the user's: padded rows in, padded rows out, no padding in between
@@ -298,7 +306,7 @@ def rows_layout(valid_BS: Tensor, positions_BS: Tensor | None, packed: bool) -> 
         cuts = [0, count]
         if packed and positions_BS is not None:
             cuts = [0, *((torch.diff(positions) != 1).nonzero().squeeze(1) + 1).tolist(), count]
-        for a, b in zip(cuts, cuts[1:]):
+        for a, b in itertools.pairwise(cuts):
             nobody = torch.zeros(b - a, dtype=torch.int64)
             segments.append(Segment(nobody, nobody, positions=positions[a:b]))
     return TokenTree(segments).layout

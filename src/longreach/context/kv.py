@@ -92,7 +92,7 @@ class StateCache(Cache):
         self.final: tuple[Tensor, Tensor | None] | None = None
         # Transformers before 5.23 reads the states from `layers[i]`, later ones through the get_ methods below.
         view = SimpleNamespace(conv_states=[conv], recurrent_states=[recurrent], record_past=True)
-        self.layers = [view] * layers
+        self.layers = [view] * layers  # type: ignore[list-item]
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         return self.recurrent is not None

@@ -69,7 +69,9 @@ class LayerCall:
 
     def __post_init__(self) -> None:
         self.last = self.index == self.run.layers - 1
-        self.memory: KeyValueMemory | StateMemory = (StateMemory if self.linear else KeyValueMemory)(self.run, self.last)
+        self.memory: KeyValueMemory | StateMemory = (StateMemory if self.linear else KeyValueMemory)(
+            self.run, self.last
+        )
         self.router = self.run.routers.get(self.index)
 
     def needs_output(self, chunk: Chunk) -> bool:

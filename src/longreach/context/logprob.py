@@ -187,7 +187,7 @@ def _router_loss(engine: Engine, logits: list[Tensor], rows_T: Tensor) -> Tensor
 
     A token of a shared prompt counts once for every row that it stands for.
     """
-    top_k = getattr(engine.config, "num_experts_per_tok", None) or getattr(engine.config, "top_k", 1)
+    top_k: int = engine.config.num_experts_per_tok
     experts = logits[0].shape[-1]
     weight_T = rows_T.to(wide_dtype(logits[0].dtype))
     chosen_E = weight_T.new_zeros(experts)

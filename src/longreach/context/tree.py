@@ -7,6 +7,7 @@ children of a parent, and cousins, are neighbours: every attention block is then
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -211,7 +212,7 @@ class Layout:
                 inside = self.read_index[(self.read_index >= first) & (self.read_index < end)]
                 edges |= {int(inside[0]), int(inside[-1]) + 1}
             marks = sorted(edges)
-            for a, b in zip(marks, marks[1:]):
+            for a, b in itertools.pairwise(marks):
                 pieces += [Piece(i, p, min(p + size, b)) for p in range(a, b, size)]
         groups: list[list[Piece]] = []
         for piece in pieces:
@@ -226,7 +227,9 @@ class Layout:
         held = group[-1].stop - group[0].start
         if held + piece.stop - piece.start > size or group[-1].segment == piece.segment:
             return False
-        if cut_at_reads and bool(self.reads(group[0].start, group[-1].stop)) != bool(self.reads(piece.start, piece.stop)):
+        if cut_at_reads and bool(self.reads(group[0].start, group[-1].stop)) != bool(
+            self.reads(piece.start, piece.stop)
+        ):
             return False
         inside = {p.segment for p in group}
         return not any(a in inside for a in self.ancestors(piece.segment))

@@ -1,0 +1,240 @@
+"""The engine beyond plain trees: padded rows, packing by positions, scoring, dropout, router losses, entropy, parity."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from longreach.context.install import enable, engine_of
+from longreach.context.logprob import score, token_logprobs
+from longreach.context.parity import ParityError, check_parity
+from longreach.context.support import REFUSED, UnsupportedModelError, check_supported
+from longreach.context.tree import TokenTree
+
+from .models import CONFIGS, build, gradients, true_fp64, worst
+from .test_architectures import group, ids, loss_of, one, stock
+
+F64 = torch.float64
+
+
+def padded(side: str):
+    rows = [ids(n, 60 + n) for n in (19, 33, 2)]
+    batch, mask = torch.zeros(3, 33, dtype=torch.long), torch.zeros(3, 33, dtype=torch.long)
+    for i, row in enumerate(rows):
+        place = slice(0, len(row)) if side == "right" else slice(33 - len(row), 33)
+        batch[i, place], mask[i, place] = row, 1
+    return batch, mask
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "qwen3_5"])
+def test_a_users_plain_padded_call(name, side):
+    batch, mask = padded(side)
+    # Not the first token of a row: with left padding, stock would predict it from a padding token.
+    labels = batch.masked_fill((mask == 0) | (mask.cumsum(1) == 1), -100)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    with true_fp64():
+        reference, model = build(name, F64, lora=True), build(name, F64, lora=True)
+        enable(model, chunk=7, parity_check=False)
+        kwargs = {"input_ids": batch, "attention_mask": mask, "position_ids": positions, "labels": labels}
+        expected, got = reference(**kwargs, use_cache=False), model(**kwargs)
+        expected.loss.backward(), got.loss.backward()
+        assert abs(float(expected.loss - got.loss)) < 1e-12
+        assert worst(gradients(reference), gradients(model))[0] < 1e-11
+        real = mask.bool()
+        torch.testing.assert_close(expected.logits[real], got.logits[real], rtol=1e-10, atol=1e-10)
+        with torch.no_grad():
+            torch.testing.assert_close(model.eval()(**kwargs).logits[real], got.logits[real].detach())
+
+
+def test_packing_by_restarting_positions():
+    lengths = (13, 1, 20)
+    row = torch.cat([ids(n, n) for n in lengths])[None]
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    with true_fp64():
+        reference, model = build("mistral", F64, lora=False), build("mistral", F64, lora=False)
+        enable(model, chunk=6, parity_check=False)
+        out = model(input_ids=row, position_ids=positions).logits[0]
+        at = 0
+        for n in lengths:
+            expected = reference(input_ids=row[:, at : at + n], use_cache=False).logits[0]
+            torch.testing.assert_close(out[at : at + n], expected, rtol=1e-10, atol=1e-10)
+            at += n
+
+
+def test_generation_is_untouched():
+    reference, model = build("qwen3", torch.float32, lora=True).eval(), build("qwen3", torch.float32, lora=True).eval()
+    enable(model, chunk=7)
+    prompt = ids(12, 4)[None]
+    kwargs = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(reference.generate(input_ids=prompt, **kwargs), model.generate(input_ids=prompt, **kwargs))
+    assert engine_of(model).run is None and model.config._attn_implementation == "eager"
+
+
+def test_scoring_equals_training_and_keeps_nothing():
+    tree, _ = group()
+    model = build("qwen3_next", torch.float32, lora=False)
+    enable(model, chunk=7)
+    trained = token_logprobs(model, tree)
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with context:
+            scored, entropies = token_logprobs(model, tree, entropy=True)
+        assert all(torch.equal(a.detach(), b) for a, b in zip(trained, scored))
+        assert not any(t.requires_grad for t in scored + entropies)
+    assert torch.is_grad_enabled() and model.training
+
+
+def test_dropout_is_replayed():
+    """Finite differences through LoRA dropout: the backward must see the forward's masks."""
+    from peft import LoraConfig, get_peft_model
+
+    tree, _ = group()
+    with true_fp64():
+        base = build("qwen3", F64, lora=False)
+        model = get_peft_model(
+            base, LoraConfig(r=4, lora_dropout=0.3, target_modules=["q_proj", "v_proj", "down_proj"])
+        )
+        for n, p in model.to(F64).named_parameters():
+            if "lora_B" in n:
+                torch.nn.init.normal_(p.data, std=0.1)
+        enable(model.train(), chunk=7, parity_check=False)
+
+        def loss():
+            torch.manual_seed(5)
+            return loss_of(token_logprobs(model, tree), F64)
+
+        loss().backward()
+        for name, p in model.named_parameters():
+            if p.grad is None or "layers.1.self_attn.q_proj.lora_A" not in name:
+                continue
+            at = p.grad.abs().argmax()
+            step = 1e-5
+            with torch.no_grad():
+                p.view(-1)[at] += step
+                up = float(loss())
+                p.view(-1)[at] -= 2 * step
+                down = float(loss())
+                p.view(-1)[at] += step
+            assert float(p.grad.view(-1)[at]) == pytest.approx((up - down) / (2 * step), rel=1e-5)
+            return
+    raise AssertionError("no adapter gradient was found")
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "qwen3_moe", "qwen3_next"])
+def test_router_loss_of_padded_rows(name):
+    batch, mask = padded("right")
+    labels = batch.masked_fill(mask == 0, -100)
+    kwargs = {"input_ids": batch, "attention_mask": mask, "labels": labels, "output_router_logits": True}
+    with true_fp64():
+        reference, model = (build(name, F64, lora=False, router_aux_loss_coef=0.5) for _ in range(2))
+        enable(model, chunk=7, parity_check=False)
+        expected, got = reference(**kwargs, use_cache=False), model(**kwargs)
+        expected.loss.backward(), got.loss.backward()
+        assert float(got.aux_loss) == pytest.approx(float(expected.aux_loss), rel=1e-11)
+        assert worst(gradients(reference), gradients(model))[0] < 1e-11
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_router_loss_of_a_group_counts_the_prompt_once_per_row(name):
+    tree, rows = group()
+    longest = max(len(r) for r, _ in rows)
+    batch, mask = torch.zeros(len(rows), longest, dtype=torch.long), torch.zeros(len(rows), longest, dtype=torch.long)
+    for i, (row, _) in enumerate(rows):
+        batch[i, : len(row)], mask[i, : len(row)] = row, 1
+    with true_fp64():
+        reference, model = build(name, F64, lora=False), build(name, F64, lora=False)
+        enable(model, chunk=7, parity_check=False)
+        out = reference(input_ids=batch, attention_mask=mask, output_router_logits=True, use_cache=False)
+        (out.aux_loss * 0.3 + loss_of(stock(reference, rows, F64), F64)).backward()
+        scores = score(model, tree, router_loss=True)
+        (scores.router_loss * 0.3 + loss_of(scores.logprobs, F64)).backward()
+        assert float(scores.router_loss) == pytest.approx(float(out.aux_loss), rel=1e-11)
+        assert worst(gradients(reference), gradients(model))[0] < 1e-11
+
+
+def test_entropy_and_temperature():
+    tree, rows = one()
+    row = rows[0][0]
+    with true_fp64():
+        reference, model = build("gemma2", F64, lora=False), build("gemma2", F64, lora=False)
+        enable(model, chunk=7, parity_check=False)
+        logp = torch.log_softmax(reference(input_ids=row[None], use_cache=False).logits[0, :-1] / 0.7, -1)
+        entropy = -(logp.exp() * logp).sum(-1)
+        chosen = logp.gather(-1, row[1:, None]).squeeze(-1)
+        (chosen.square().sum() + entropy.square().sum()).backward()
+        (logprobs,), (entropies,) = token_logprobs(model, tree, temperature=0.7, entropy=True)
+        (logprobs.square().sum() + entropies.square().sum()).backward()
+        torch.testing.assert_close(entropies, entropy, rtol=1e-11, atol=1e-11)
+        assert worst(gradients(reference), gradients(model))[0] < 1e-11
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_parity_holds(name, dtype):
+    model = build(name, dtype, lora=False)
+    enable(model, parity_check=False)
+    check_parity(model, engine_of(model))
+
+
+def test_parity_failure_stops_with_the_difference(monkeypatch):
+    """A wrong attention scale, as a broken kernel would give."""
+    from longreach.context import install
+
+    good = install.AttentionSpec
+    monkeypatch.setattr(install, "AttentionSpec", lambda **kw: good(**{**kw, "scale": kw["scale"] * 1.05}))
+    with pytest.raises(ParityError, match=r"parity check failed for 'qwen3' in float32: .* nats per token"):
+        enable(build("qwen3", torch.float32, lora=True))
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_refused_by_name(name):
+    config = copy.copy(CONFIGS["llama"]())
+    config.model_type = name
+    with pytest.raises(UnsupportedModelError, match=f"'{name}' can't be trained in exact chunks: .*stock TRL"):
+        check_supported(config)
+
+
+def test_refused_by_structure():
+    for field, value, words in (
+        ("layer_types", ["chunked_attention"], "chunked_attention"),
+        ("use_bidirectional_attention", True, "bidirectional"),
+        ("attention_dropout", 0.1, "attention_dropout=0.1"),
+    ):
+        config = CONFIGS["llama"]()
+        setattr(config, field, value)
+        with pytest.raises(UnsupportedModelError, match=words):
+            check_supported(config)
+
+
+def test_a_window_only_in_the_mask_is_refused():
+    """Attention that never hears of its window would silently see everything."""
+    model = build("gemma3", torch.float32, lora=False)
+    for layer in model.model.layers:
+        layer.self_attn.sliding_window = None
+    with pytest.raises(UnsupportedModelError, match="does not pass `sliding_window`"):
+        enable(model)
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [({"chunk": 0}, "chunk=0"), ({"chunk": "big"}, "chunk='big'"), ({"offload": "disk"}, "offload='disk'"),
+     ({"save_attention": "yes"}, "save_attention='yes'")],
+)  # fmt: skip
+def test_bad_options(options, words):
+    with pytest.raises(ValueError, match=words):
+        enable(build("llama", torch.float32, lora=False), **options)
+
+
+def test_bad_calls():
+    model = build("llama", torch.float32, lora=False)
+    enable(model, parity_check=False)
+    with pytest.raises(ValueError, match="two-dimensional"):
+        model(input_ids=ids(5, 1)[None], attention_mask=torch.zeros(1, 1, 5, 5))
+    with pytest.raises(ValueError, match="output_attentions=True"):
+        model(input_ids=ids(5, 1)[None], output_attentions=True)
+    with pytest.raises(ValueError, match=r"temperature=0\.0"):
+        token_logprobs(model, one()[0], temperature=0.0)
+    assert engine_of(model).run is None and not torch.is_inference_mode_enabled()
+    token_logprobs(model, TokenTree.from_groups([([5], [[6, 7], [], [8]])]))[0].sum().backward()
