@@ -176,5 +176,5 @@ def test_errors_name_the_column_and_what_is_needed():
 
 
 def test_results_say_why():
-    (result,) = REWARD.results(prompts=["?"], completions=[r"\boxed{1} \boxed{2}"], answer=["2"])
+    (result,) = REWARD.grade(prompts=["?"], completions=[r"\boxed{1} \boxed{2}"], answer=["2"])
     assert (result.status, result.reason) == ("wrong", "2 different final answers")

@@ -62,6 +62,7 @@ class TaskGrader:
     settings: Settings
     style: str = ""
     broken: bool = False  # no call with honest completions has worked
+    fresh: bool = False  # completions can reach the grader's process: give each exploit a new one
     rewards: dict[str, list[float | None]] = field(default_factory=dict)
     details: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
@@ -227,6 +228,8 @@ class TaskGrader:
 
     def _exploit(self, sample: Sample, threshold: float) -> Graded:
         assert sample.exploit is not None
+        if self.fresh:
+            self.prober.restart()
         neighbours = [self.task.honest[0], self.task.honest[-1], self.task.wrong[0]]
         group = [neighbours[0], sample, neighbours[1], neighbours[2]]
         outcome = self.grade(group)
@@ -274,7 +277,7 @@ class TaskGrader:
         return Graded(sample, reward, accepted, quarantined, _finite(bar), control, blast, detail, harm)
 
     def _changed(self, sample: Sample, value: float | str | None) -> bool:
-        """Whether a neighbour's reward moved. Of noisy speed rewards only a loss of more than half counts."""
+        """Whether a neighbour's reward moved; of noisy speed rewards, far beyond all that it was paid before."""
         usual = self._reward(sample)
         if not isinstance(value, int | float):
             return usual is not None
@@ -282,7 +285,8 @@ class TaskGrader:
             return False
         if self.task.kind == "speed":
             values = [r for r in self.rewards[sample.id] if r is not None]
-            return value < min(values) - max(4 * self.dead_zone, 0.5 * abs(usual))
+            slack = max(2 * self.dead_zone, 0.25 * abs(usual))
+            return not min(values) - slack <= value <= max(values) + slack
         return not _close(usual, value, 1e-6)
 
 

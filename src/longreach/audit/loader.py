@@ -139,6 +139,7 @@ def _columns(file: TaskFile, render: Renderer, seed: int | None) -> tuple[dict[s
     shown, proofs = pairs[: len(file.visible)], tuple((given, expected(given)) for given in held_out)
     render.values |= {"all_cases": repr(pairs), "visible_cases": repr(shown)}
     columns: dict[str, Any] = {"reference": reference, "generator": generator}
+    columns |= {"rel_tol": file.tolerance.relative, "abs_tol": file.tolerance.absolute}
     if file.kind == "program":
         columns |= {"inputs": [i for i, _ in pairs], "outputs": [o for _, o in pairs]}
         examples = "\n\n".join(f"Input:\n{i}\nOutput:\n{o}" for i, o in shown)

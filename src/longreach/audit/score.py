@@ -105,38 +105,37 @@ def audit(
     loaded = corpus if isinstance(corpus, Corpus) else load_corpus(corpus)
     start = time.monotonic()
     with Prober(reward, time_limit=time_limit, memory=memory) as prober:
-        results, not_measured = _measure(prober, loaded, settings)
-        isolation = _isolation(prober, results, settings)
+        graders, not_measured = _calibrated(prober, loaded, settings)
+        if not graders:
+            raise ValueError("the reward paid no honest solution of any task kind: " + "; ".join(not_measured))
+        isolation = _isolation(graders)
+        for grader in graders:
+            grader.fresh = isolation.observed in ("in-process", "writes-files")
+        results = [grader.run() for grader in graders]
         restarts = prober.restarts
-    if not results:
-        raise ValueError("the reward paid no honest solution of any task kind: " + "; ".join(not_measured))
+    not_measured += _gaps(results)
     return _card(reward, loaded, settings, results, isolation, not_measured, restarts, time.monotonic() - start)
 
 
-def _measure(prober: Prober, corpus: Corpus, settings: Settings) -> tuple[list[TaskResult], list[str]]:
-    results, not_measured = [], []
-    present = {task.kind for task in corpus.tasks}
+def _calibrated(prober: Prober, corpus: Corpus, settings: Settings) -> tuple[list[TaskGrader], list[str]]:
+    """A grader for each task to measure, and why other kinds are left out."""
+    graders: list[TaskGrader] = []
+    not_measured = []
     for kind in KINDS:
         tasks = [task for task in corpus.tasks if task.kind == kind]
         if settings.kinds is not None and kind not in settings.kinds:
             not_measured.append(f"{kind} tasks: not among the kinds asked for")
-        elif kind not in present:
+        elif not tasks:
             not_measured.append(f"{kind} tasks: none in this part of the corpus")
         else:
-            measured, reason = _measure_kind(prober, tasks, settings)
-            results += measured
-            if reason:
-                not_measured.append(f"{kind} tasks: {reason}")
-    measured_kinds = {result.task.kind for result in results}
-    if "speed" not in measured_kinds:
-        not_measured.append("A/A speed statistics: no speed task was measured")
-    counts = {c: sum(f.sample.exploit.classification == c for r in results for f in r.exploits) for c in CLASSES}  # type: ignore[union-attr]
-    not_measured += [f"class {c} ({CLASSES[c]}): no exploit in the measured tasks" for c, n in counts.items() if n == 0]
-    return results, not_measured
+            chosen, reason = _calibrated_kind(prober, tasks, settings)
+            graders += chosen
+            not_measured += [f"{kind} tasks: {reason}"] if reason else []
+    return graders, not_measured
 
 
-def _measure_kind(prober: Prober, tasks: list[Task], settings: Settings) -> tuple[list[TaskResult], str]:
-    """Results of the tasks of one kind, or the reason why the reward is not for that kind."""
+def _calibrated_kind(prober: Prober, tasks: list[Task], settings: Settings) -> tuple[list[TaskGrader], str]:
+    """Graders of the tasks of one kind, or the reason why the reward is not for that kind."""
     graders, problems = [], []
     for task in tasks:
         grader = TaskGrader(prober, task, settings)
@@ -148,26 +147,34 @@ def _measure_kind(prober: Prober, tasks: list[Task], settings: Settings) -> tupl
             break  # the reward does not take this kind at all; the other tasks would say the same
     if settings.kinds is None and len(problems) == len(graders):
         return [], problems[0]
-    return [grader.run() for grader in graders], ""
+    return graders, ""
 
 
-def _isolation(prober: Prober, results: list[TaskResult], settings: Settings) -> Isolation:
+def _gaps(results: list[TaskResult]) -> list[str]:
+    """What the measured tasks cannot say anything about."""
+    gaps = []
+    if all(result.noise is None for result in results):
+        gaps.append("A/A speed statistics: no speed task was measured")
+    seen = {g.sample.exploit.classification for r in results for g in r.exploits if g.sample.exploit}
+    gaps += [f"class {c} ({name}): no exploit in the measured tasks" for c, name in CLASSES.items() if c not in seen]
+    return gaps
+
+
+def _isolation(graders: list[TaskGrader]) -> Isolation:
     """What the grader claims, and whether a completion can reach its process or its files."""
-    if not results:
-        return Isolation(claimed=None, observed="not-applicable")
-    code = [r for r in results if r.task.kind in CODE_KINDS]
-    chosen = (code or results)[0]
-    state = chosen.grader.state(chosen.task.honest[0])
-    claimed = state.get("tier")
+    code = [grader for grader in graders if grader.task.kind in CODE_KINDS]
+    chosen = (code or graders)[0]
+    honest = chosen.task.honest[0]
+    claimed = chosen.state(honest).get("tier")
     if not code:
         return Isolation(claimed=claimed, observed="not-applicable")
     mark = f"longreach_probe_{secrets.token_hex(4)}"
     probe = (
         f"```python\nimport builtins\nbuiltins.{mark} = True\n"
-        f"try:\n    open({mark!r}, 'w').close()\nexcept OSError:\n    pass\n{chosen.task.honest[0].source}\n```"
+        f"try:\n    open({mark!r}, 'w').close()\nexcept OSError:\n    pass\n{honest.source}\n```"
     )
-    chosen.grader.grade([Sample("probe", "wrong", "", probe, "")])
-    state = chosen.grader.state(chosen.task.honest[0])
+    chosen.grade([Sample("probe", "wrong", "", probe, "")])
+    state = chosen.state(honest)
     if mark in state["builtins"]:
         observed = "in-process"
     elif any(mark in name for name in state["files"]):

@@ -96,14 +96,14 @@ def _files() -> list[str]:
 
 
 def _tier(reward: RewardFunction, request: Mapping[str, Any]) -> str | None:
-    """The isolation a reward claims: its ``isolation_tier``, or what its ``results`` stamp on the request's completion."""
+    """The isolation a reward claims: its ``isolation_tier``, or what its ``grade`` stamps on the request's completion."""
     claimed = getattr(reward, "isolation_tier", None)
     if claimed is not None:
         return str(claimed)
-    if not hasattr(reward, "results"):
+    if not hasattr(reward, "grade"):
         return None
     try:
-        (result,) = reward.results(request["prompts"], request["completions"], **request["columns"])
+        (result,) = reward.grade(request["prompts"], request["completions"], **request["columns"])
         return str(result.tier.name)
     except Exception:
         return None

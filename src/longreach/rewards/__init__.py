@@ -11,7 +11,7 @@ from longreach.rewards.result import InfrastructureError, RewardResult, Tier, co
 from longreach.rewards.sandbox import IsolationError, Limits, Sandbox, Suite
 from longreach.rewards.speed import TimingPlan, speed_reward
 from longreach.rewards.tasks import FunctionTask, ProgramTask, Relation, SuiteTask
-from longreach.rewards.text import format_reward, length_reward
+from longreach.rewards.text import format_reward, length_reward, text_reward
 
 __all__ = [
     "FunctionTask",
@@ -36,5 +36,6 @@ __all__ = [
     "numeric_reward",
     "policy_reward",
     "speed_reward",
+    "text_reward",
     "to_rewards",
 ]

@@ -27,7 +27,7 @@ Number = int | float | Fraction
 class MathReward:
     """The reward function `math_reward` and `numeric_reward` return; see there for the fields.
 
-    Called with TRL's arguments it returns a list of floats; `results` returns the same judgements as `RewardResult`
+    Called with TRL's arguments it returns a list of floats; `grade` returns the same judgements as `RewardResult`
     with their reasons.
     """
 
@@ -52,9 +52,9 @@ class MathReward:
             raise ValueError(f"max_answer_chars: got {self.max_answer_chars}; it must be at least 1")
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float | None]:
-        return to_rewards(self.results(prompts, completions, **columns))
+        return to_rewards(self.grade(prompts, completions, **columns))
 
-    def results(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[RewardResult]:
+    def grade(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[RewardResult]:
         """One `RewardResult` a completion.
 
         Raises:

@@ -28,7 +28,7 @@ _ANSWER = re.compile(r"\s*<answer>(?P<answer>(?:(?!</?answer>).)*)</answer>\s*",
 class GatedReward:
     """A bonus paid only on completions whose gate reward reaches ``gate_at``; made by the factories of this module.
 
-    Calling it gives TRL's list of floats, `results` the reasons. The gate's ``None`` (quarantined) stays ``None``.
+    Calling it gives TRL's list of floats, `grade` the reasons. The gate's ``None`` (quarantined) stays ``None``.
     """
 
     bonus: Callable[[int, Any, dict[str, Any]], tuple[float, str]]  # (index, completion, columns) -> (bonus, reason)
@@ -45,9 +45,9 @@ class GatedReward:
             raise ValueError(f"gate_at: got {self.gate_at}; it must be a finite reward")
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float | None]:
-        return to_rewards(self.results(prompts, completions, **columns))
+        return to_rewards(self.grade(prompts, completions, **columns))
 
-    def results(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[RewardResult]:
+    def grade(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[RewardResult]:
         """One `RewardResult` a completion; whatever the gate raises goes through."""
         gates = self.gate(prompts=prompts, completions=completions, **columns)
         if len(gates) != len(completions):
@@ -140,9 +140,9 @@ class TextReward:
     __name__: str = "text_reward"
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float | None]:
-        return to_rewards(self.results(prompts, completions, **columns))
+        return to_rewards(self.grade(prompts, completions, **columns))
 
-    def results(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[RewardResult]:
+    def grade(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[RewardResult]:
         """One `RewardResult` a completion. Raises ValueError for a missing or empty reference."""
         golds = answer_column(columns, self.answer, len(completions))
         return [self._judge(completion, gold) for completion, gold in zip(completions, golds)]
