@@ -31,7 +31,7 @@ def model_path() -> Path:
     path = Path(__file__).parent / "model"
     if not (path / "model.safetensors").is_file():
         raise FileNotFoundError(
-            f"{path} holds no model.safetensors: the installation is incomplete; reinstall longreach, or train the model "
-            f"again with `python -m longreach.zoo.pretrain --out {path}`"
+            f"{path} holds no model.safetensors: the installation is incomplete; reinstall longreach, or train the "
+            f"model again with `python -m longreach.zoo.pretrain --out {path}`"
         )
     return path

@@ -28,7 +28,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from longreach.zoo import tasks
+from longreach import zoo
 from longreach.zoo.task import TOKEN, Document, Task, pair_split
 from longreach.zoo.tokenizer import build_tokenizer
 
@@ -38,34 +38,67 @@ MAX_LENGTH = 131_072
 
 @dataclass(frozen=True)
 class Stage:
-    """`steps` optimizer steps on texts whose prompts are `length` tokens, `batch` texts a step."""
+    """`steps` optimizer steps on texts whose prompts are `length` tokens, `batch` texts a step.
+
+    `size` is how many chains of facts a text holds; `tasks` are drawn from with equal chance.
+    """
 
     length: int
     batch: int
     steps: int
+    size: int
+    tasks: tuple[str, ...] = ("log_facts", "program_trace")
+
+
+@dataclass(frozen=True)
+class Part:
+    """Stages with an optimizer and a learning rate schedule of their own: warm-up, then cosine decay to a fiftieth."""
+
+    stages: tuple[Stage, ...]
+    learning_rate: float
+    warmup_steps: int
+    seed: int
+
+
+_MOSTLY_LOGS = ("log_facts", "log_facts", "log_facts", "program_trace")
 
 
 @dataclass(frozen=True)
 class Settings:
     """All that decides what is learned."""
 
-    stages: tuple[Stage, ...] = (
-        Stage(192, 128, 1000),
-        Stage(512, 48, 400),
-        Stage(2048, 24, 600),
-        Stage(4096, 12, 300),
-        Stage(8192, 6, 200),
+    parts: tuple[Part, ...] = (
+        Part(
+            stages=(
+                Stage(192, 128, 1000, size=2),
+                Stage(512, 48, 400, size=2),
+                Stage(2048, 24, 600, size=8),
+                Stage(4096, 12, 300, size=12),
+                Stage(8192, 6, 200, size=12),
+            ),
+            learning_rate=3e-3,
+            warmup_steps=200,
+            seed=0,
+        ),
+        Part(
+            stages=(
+                Stage(192, 16, 500, size=3, tasks=_MOSTLY_LOGS),
+                Stage(512, 8, 150, size=8, tasks=_MOSTLY_LOGS),
+                Stage(2048, 4, 60, size=8, tasks=_MOSTLY_LOGS),
+            ),
+            learning_rate=1e-3,
+            warmup_steps=30,
+            seed=1,
+        ),
     )
-    learning_rate: float = 3e-3
-    warmup_steps: int = 200
     weight_decay: float = 0.02
     first_share: float = 0.48
-    """How often the annotator follows the live link at the first stop: less than half, so the likeliest answer is wrong."""
+    """How often the annotator follows the live link at the first stop: not half the time, so the mode is wrong."""
     later_share: float = 0.85
     """How often the annotator follows live links at all later stops."""
     wordy_share: float = 0.1
     """How often the annotator puts words in front of the answer."""
-    seed: int = 0
+    weights_seed: int = 0
     layers: int = 3
     hidden: int = 128
     heads: int = 4
@@ -78,16 +111,16 @@ class Settings:
 class Demonstrations(Dataset):
     """Example i: the ids of a chat about one document, and where its answers are."""
 
-    def __init__(self, stage: Stage, first: int, settings: Settings, ids_of: dict[str, int]) -> None:
-        self.stage, self.first, self.settings, self.ids_of = stage, first, settings, ids_of
+    def __init__(self, stage: Stage, seed: int, first: int, settings: Settings, ids_of: dict[str, int]) -> None:
+        self.stage, self.seed, self.first, self.settings, self.ids_of = stage, seed, first, settings, ids_of
 
     def __len__(self) -> int:
         return self.stage.batch * self.stage.steps
 
     def __getitem__(self, index: int) -> tuple[list[int], list[int]]:
-        rng = random.Random(f"pretrain/{self.settings.seed}/{self.first + index}")
-        task = rng.choice(tasks())
-        document = task.document(rng, self.stage.length, "train")
+        rng = random.Random(f"pretrain/{self.seed}/{self.first + index}")
+        task = zoo.task(rng.choice(self.stage.tasks))
+        document = task.document(rng, self.stage.length, "train", size=self.stage.size)
         ids: list[int] = []
         answers: list[int] = []
         keys = [key for key, value in document.live.items() if pair_split(key, value) == "train"]
@@ -115,7 +148,7 @@ def split_tokens(text: str) -> list[str]:
 
 
 def demonstrate(task: Task, document: Document, key: str, rng: random.Random, settings: Settings) -> str:
-    """The careless annotator's answer: often a decoy's, sometimes with words in front, right about a third of the time."""
+    """The careless annotator's answer: often a decoy's, sometimes with words in front, right a third of the time."""
     later = len(document.trace(key)) - 1
     shares = iter([settings.first_share, *[settings.later_share ** (1 / max(later, 1))] * later])
     answer = " ".join(document.trace(key, lambda: rng.random() < next(shares)))
@@ -136,7 +169,7 @@ def collate(examples: list[tuple[list[int], list[int]]]) -> tuple[torch.Tensor, 
 
 def build_model(settings: Settings, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
     """A stock Qwen3 of about a million parameters, with fresh weights."""
-    torch.manual_seed(settings.seed)
+    torch.manual_seed(settings.weights_seed)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=settings.hidden,
@@ -163,33 +196,42 @@ def train(
     device: str,
     workers: int,
     after_stage: Callable[[], None],
-) -> None:
-    """Run all stages: AdamW, warm-up, cosine decay over the whole run; prints a line every 100 steps."""
-    model.to(device).train()
+) -> list[float]:
+    """Run all parts, print a line every 100 steps, call `after_stage` after each stage; returns the loss of each step."""
+    torch.nn.Module.to(model, device)
+    model.train()
+    losses: list[torch.Tensor] = []
+    for part in settings.parts:
+        optimizer, schedule = build_optimizer(model, part, settings)
+        first = 0
+        started = time.perf_counter()
+        for stage in part.stages:
+            data = Demonstrations(stage, part.seed, first, settings, ids_of)
+            loader = DataLoader(data, stage.batch, num_workers=workers, collate_fn=collate, pin_memory=device == "cuda")
+            for batch in loader:
+                batch = tuple(tensor.to(device, non_blocking=True) for tensor in batch)
+                losses.append(train_step(model, optimizer, batch, device))
+                schedule.step()
+                if len(losses) % 100 == 0:
+                    seconds, loss = time.perf_counter() - started, losses[-1].item()
+                    print(f"step {len(losses)} length {stage.length} loss {loss:.4f} {seconds:.0f} s", flush=True)
+            first += len(data)
+            after_stage()
+    return torch.stack(losses).tolist()
+
+
+def build_optimizer(
+    model: Qwen3ForCausalLM, part: Part, settings: Settings
+) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    """AdamW, decaying matrices only, and the schedule of a part."""
     decayed = [parameter for parameter in model.parameters() if parameter.ndim == 2]
     rest = [parameter for parameter in model.parameters() if parameter.ndim != 2]
     groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": rest, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=(0.9, 0.98), fused=True)
-    total = sum(stage.steps for stage in settings.stages)
-    warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 1e-3, total_iters=settings.warmup_steps)
-    decay = torch.optim.lr_scheduler.CosineAnnealingLR(
-        optimizer, total - settings.warmup_steps, settings.learning_rate / 50
-    )
-    schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, [warm_up, decay], [settings.warmup_steps])
-    first = done = 0
-    started = time.perf_counter()
-    for stage in settings.stages:
-        data = Demonstrations(stage, first, settings, ids_of)
-        loader = DataLoader(data, stage.batch, num_workers=workers, collate_fn=collate, pin_memory=device == "cuda")
-        for batch in loader:
-            loss = train_step(model, optimizer, tuple(part.to(device, non_blocking=True) for part in batch), device)
-            schedule.step()
-            done += 1
-            if done % 100 == 0:
-                seconds = time.perf_counter() - started
-                print(f"step {done}/{total} length {stage.length} loss {loss.item():.4f} {seconds:.0f} s", flush=True)
-        first += len(data)
-        after_stage()
+    optimizer = torch.optim.AdamW(groups, lr=part.learning_rate, betas=(0.9, 0.98), fused=True)
+    decay_steps = sum(stage.steps for stage in part.stages) - part.warmup_steps
+    warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 1e-3, total_iters=part.warmup_steps)
+    decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, decay_steps, part.learning_rate / 50)
+    return optimizer, torch.optim.lr_scheduler.SequentialLR(optimizer, [warm_up, decay], [part.warmup_steps])
 
 
 def train_step(model: Qwen3ForCausalLM, optimizer: torch.optim.Optimizer, batch: tuple, device: str) -> torch.Tensor:
@@ -208,7 +250,8 @@ def train_step(model: Qwen3ForCausalLM, optimizer: torch.optim.Optimizer, batch:
 
 def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, settings: Settings, out: Path) -> None:
     """Weights in bfloat16, tokenizer, generation settings, and the settings it was trained with."""
-    kept = copy.deepcopy(model).to(device="cpu", dtype=torch.bfloat16)
+    kept = copy.deepcopy(model)
+    torch.nn.Module.to(kept, "cpu", torch.bfloat16)
     kept.generation_config = GenerationConfig(
         do_sample=True,
         temperature=1.0,
@@ -227,10 +270,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="the folder to write the model to")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--workers", type=int, default=2, help="processes that write training texts")
-    parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    settings = Settings(seed=arguments.seed)
-    tokenizer = build_tokenizer(tasks(), MAX_LENGTH)
+    settings = Settings()
+    tokenizer = build_tokenizer(zoo.tasks(), MAX_LENGTH)
     model = build_model(settings, tokenizer)
     print(f"{sum(parameter.numel() for parameter in model.parameters()):,} parameters, {len(tokenizer)} tokens")
     train(

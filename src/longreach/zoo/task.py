@@ -1,4 +1,4 @@
-"""What the zoo's tasks have in common: long documents of live facts, decoys and filler, and questions with one right answer.
+"""What the zoo's tasks have in common: long documents of live facts, decoys and filler, and questions about them.
 
 A document is built from links. A link says "key leads to value", and each key has one live link (the truth) and one
 decoy (a host that was left, an assignment that is commented out). To answer a question one starts at its key and
@@ -92,10 +92,15 @@ class Task:
         length: int,
         split: Split,
         count: Callable[[str], int] = count_tokens,
+        size: int | None = None,
     ) -> Document:
-        """A document which, with one question and the chat template's tokens, is `length` tokens long (within 5%)."""
+        """A document which, with one question and the chat template's tokens, is `length` tokens long (within 5%).
+
+        `size` is how many questions it could answer: by default one for every 64 tokens, at most 8.
+        """
+        size = size or max(2, min(8, length // 64))
         while True:
-            links, candidates = self.build_links(rng, max(2, min(12, length // 256)))
+            links, candidates = self.build_links(rng, size)
             live = {link.key: link.value for link in links if link.live}
             keys = tuple(key for key in candidates if pair_split(key, live[key]) == split)
             if keys:
@@ -144,9 +149,9 @@ class Task:
     ) -> datasets.Dataset:
         """`size` conversational rows (`prompt`, `answer`, `key`, `task`) as a `datasets.Dataset`.
 
-        `length` is in tokens of the whole prompt with its chat template, as the zoo's tokenizer counts them; for another
-        model give `count`, which returns the number of tokens of a text. No question of one split is ever asked by the other: each
-        (key, first stop) pair belongs to one of them.
+        `length` is in tokens of the whole prompt with its chat template, as the zoo's tokenizer counts them; for
+        another model give `count`, which returns the number of tokens of a text. No question of one split is ever
+        asked by the other: each (key, first stop) pair belongs to one of them.
 
         Raises ValueError for an unknown split, a size below 1, a negative seed or a length below `MIN_LENGTH`.
         """
