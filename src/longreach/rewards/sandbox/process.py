@@ -182,6 +182,8 @@ class Zygote:
         event, ident = message.pop("event"), message.pop("id")
         if event == "started":
             self._pids[ident] = message["pid"]
+        elif event == "failed":
+            raise ZygoteDied(f"the zygote failed: {message['why']}")
         elif event == "refused":
             self._refused[ident] = message["why"]
         else:

@@ -375,7 +375,8 @@ class Zygote:
 
         pid, child = next((item for item in self.children.items() if item[1].listener == listener), (0, None))
         if child is None or not event & select.POLLIN:  # its process is gone
-            self.poll.unregister(listener)
+            with contextlib.suppress(KeyError):  # reaped since this event was polled
+                self.poll.unregister(listener)
             return
         try:
             number = seccomp.refuse_next(listener)
@@ -441,4 +442,7 @@ def main() -> None:
         return
     send_message(zygote.control, {"event": "hello", "python": sys.version.split()[0], **facts})
     sys.argv = ["solution.py"]
-    zygote.serve()
+    try:
+        zygote.serve()
+    except OSError as error:  # the trainer is gone, or this system is in trouble: either way there is nothing to serve
+        send_message(zygote.control, {"event": "failed", "id": 0, "why": str(error)})
