@@ -87,7 +87,14 @@ LORA_TARGETS = (
 
 
 def build(
-    name: str, dtype: torch.dtype, *, lora: bool, attention: str = "eager", seed: int = 0, spread: float = 0.15, **config
+    name: str,
+    dtype: torch.dtype,
+    *,
+    lora: bool,
+    attention: str = "eager",
+    seed: int = 0,
+    spread: float = 0.15,
+    **config,
 ) -> nn.Module:
     """A model with random weights and non-zero norms, sinks, biases, router and adapter."""
     torch.manual_seed(seed)

@@ -188,6 +188,43 @@ def test_parity_failure_stops_with_the_difference(monkeypatch):
         enable(build("qwen3", torch.float32, lora=True))
 
 
+def test_parity_is_checked_again_when_an_adapter_joins(monkeypatch):
+    from peft import LoraConfig, get_peft_model
+
+    from longreach.context import parity
+
+    seen = []
+    monkeypatch.setattr(parity, "check_parity", lambda model, engine: seen.append(model))
+    model = build("qwen3", torch.float32, lora=False)
+    enable(model, parity_check=False)
+    enable(model), enable(model)
+    assert len(seen) == 1
+    enable(get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"])))
+    assert len(seen) == 2
+
+
+# Dense models: a router near a tie picks another expert in any two bf16 runs, stock's own included.
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "mistral"])
+def test_bf16_autocast_is_as_close_to_fp32_as_stock(name):
+    tree, rows = group()
+    exact = build(name, torch.float32, lora=True, spread=0.03)
+    loss_of(stock(exact, rows, torch.float32), torch.float32).backward()
+    distance = {}
+    for kind in ("stock", "chunked"):
+        model = build(name, torch.float32, lora=True, spread=0.03)
+        enable(model, chunk=7, parity_check=False)
+        with torch.autocast("cpu", torch.bfloat16):
+            if kind == "stock":
+                with engine_of(model).stock():
+                    logprobs = stock(model, rows, torch.float32)
+            else:
+                logprobs = token_logprobs(model, tree)
+        loss_of(logprobs, torch.float32).backward()
+        pairs = [(gradients(model)[n], g) for n, g in gradients(exact).items()]
+        distance[kind] = sum(float((a - b).square().sum()) for a, b in pairs) ** 0.5
+    assert distance["chunked"] <= 2 * distance["stock"], distance
+
+
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_refused_by_name(name):
     config = copy.copy(CONFIGS["llama"]())

@@ -58,6 +58,8 @@ def chunk_attention(
     if kwargs.get("indices") is not None:
         raise UnsupportedModelError(f"{type(module).__name__} picks keys by index; sparse indexers can't run in chunks")
     _check_window(module, sliding_window)
+    if torch.is_autocast_enabled(query.device.type):  # as for PyTorch's own attention
+        query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
     q_CHD, k_CKD, v_CKW = (x[0].transpose(0, 1) for x in (query, key, value))
     if context.stop:
         context.stop_at(k_CKD, v_CKW)
@@ -117,6 +119,7 @@ class Engine:
         self.index = {layer: i for i, layer in enumerate(self.layers)}
         self.options = options
         self.paused = False
+        self.checked: frozenset[str] | None = None  # trainable parameters that the parity check has seen
         self.pending: Run | None = None
         self.run: Run | None = None
         self._restore: list[Any] = []
@@ -361,7 +364,8 @@ def enable(
         chunk: tokens per chunk, or "auto".
         offload: where layer inputs wait for the backward: "none" (the model's device), "host" or "auto".
         save_attention: keep each chunk's attention output so that the backward does not compute it again; "auto" or a bool.
-        parity_check: compare a small tree with stock eager attention now, and raise `ParityError` on a mismatch.
+        parity_check: compare a small tree with stock eager attention now, and raise `ParityError` on a mismatch; done once
+            for a set of trainable parameters.
 
     Raises:
         UnsupportedModelError: the architecture can't run in chunks.
@@ -369,15 +373,16 @@ def enable(
     """
     options = resolve(chunk, offload, save_attention)
     engine = engine_of(model)
-    if engine is not None:
-        engine.options = options
-        return
-    engine = Engine(model, options)
-    _engines[engine.causal] = engine
-    if parity_check:
+    if engine is None:
+        engine = Engine(model, options)
+        _engines[engine.causal] = engine
+    engine.options = options
+    trained = frozenset(name for name, p in model.named_parameters() if p.requires_grad)
+    if parity_check and engine.checked != trained:
         from .parity import check_parity
 
         check_parity(model, engine)
+        engine.checked = trained
 
 
 def resolve(chunk: int | str, offload: str, save_attention: bool | str) -> Options:
