@@ -12,7 +12,7 @@ class Recipe:
     task: str = "program_trace"
     length: int = 2048
     """Tokens of a prompt, for training and for the held-out evaluation."""
-    steps: int = 16
+    steps: int = 24
     prompts_per_step: int = 4
     group: int = 8
     """Completions of a prompt, TRL's `num_generations`."""
