@@ -4,6 +4,7 @@
 outside is checked from outside as well (`battery.py`).
 """
 
+# ruff: noqa: E501 - one attack, one line
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from attacks import Attack, attacks
+
 from longreach.rewards.sandbox import Limits, Sandbox
 from longreach.rewards.sandbox.child import kernel, seccomp
 

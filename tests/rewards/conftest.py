@@ -39,7 +39,8 @@ def _python_for_everybody() -> str | None:
         check = "import sys; sys.exit(sys.version_info < (3, 11))"
         if (
             python
-            and subprocess.run(["setpriv", *_AS_NOBODY, "env", python, "-c", check], capture_output=True).returncode == 0
+            and subprocess.run(["setpriv", *_AS_NOBODY, "env", python, "-c", check], capture_output=True).returncode
+            == 0
         ):
             return python
     return None

@@ -66,10 +66,6 @@ class CodeReward:
         tampering: Tampering,
         seed: int | None,
     ) -> None:
-        if tampering not in ("wrong", "quarantine"):
-            raise ValueError(f"tampering is {tampering!r}; it must be 'wrong' or 'quarantine'")
-        if not wrong < correct:
-            raise ValueError(f"wrong is {wrong} and correct is {correct}; a right answer must be worth more")
         self.__name__ = "code_reward"
         self.task, self.column, self.sandbox = task, column, sandbox
         self._owns_sandbox = owns_sandbox
@@ -325,6 +321,10 @@ def code_reward(
 
     Quarantined completions get None: the trainer masks them. Raises InfrastructureError when the grader fails.
     """
+    if tampering not in ("wrong", "quarantine"):
+        raise ValueError(f"tampering is {tampering!r}; it must be 'wrong' or 'quarantine'")
+    if not wrong < correct:
+        raise ValueError(f"wrong is {wrong} and correct is {correct}; a right answer must be worth more")
     box = sandbox or Sandbox(tier, min_tier=min_tier, limits=limits, workers=workers, packages=packages)
     return CodeReward(
         task,

@@ -43,7 +43,7 @@ O_WRITE = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 # F_SETOWN, F_SETSIG and O_ASYNC would let a process have signals sent to others; F_SETLEASE and F_NOTIFY likewise.
 FCNTL_COMMANDS = (0, 1, 2, 3, 5, 1030)  # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_GETLK, F_DUPFD_CLOEXEC
 F_SETFL = 4
-TCGETS, FIONCLEX, FIOCLEX = 0x5401, 0x5450, 0x5451
+TCGETS, FIONBIO, FIONCLEX, FIOCLEX = 0x5401, 0x5421, 0x5450, 0x5451
 
 ALLOW, ERRNO, KILL_PROCESS, USER_NOTIF = 0x7FFF0000, 0x00050000, 0x80000000, 0x7FC00000
 LD, JEQ, JGE, JSET, RET = 0x20, 0x15, 0x35, 0x45, 0x06
@@ -125,7 +125,7 @@ def allowlist(own_pid: int, *, default: int, native_code: bool = True, arch: str
     ]
     code += _guarded(numbers["fcntl"], fcntl)
     terminal: Code = [_argument(1), (JEQ, 0, 1, TCGETS), (RET, 0, 0, ERRNO | errno.ENOTTY)]
-    code += _guarded(numbers["ioctl"], [*terminal, *_allow_values(1, (FIONCLEX, FIOCLEX), default)])
+    code += _guarded(numbers["ioctl"], [*terminal, *_allow_values(1, (FIONBIO, FIONCLEX, FIOCLEX), default)])
     code += _guarded(numbers["prlimit64"], _allow_values(0, (0,), default))  # its own limits, never another's
     for name in ("kill", "tgkill"):
         code += _guarded(numbers[name], _allow_values(0, (own_pid,), default))
