@@ -45,7 +45,9 @@ def from_verifiers(rubric: Any, *, answer: str = "answer") -> RewardFunction:
         known = {**state, "state": state, "score_sem": contextlib.AsyncExitStack()}
         arguments = {name: known[name] for name in parameters if name in known}
         returned = await rubric.score_rollout(**arguments)
-        return float(state.get("reward", returned.reward))
+        if returned is not None and hasattr(returned, "reward"):  # versions before 0.1.6 return the score
+            return float(returned.reward)
+        return float(state["reward"])
 
     return _per_completion(score, type(rubric).__name__)
 

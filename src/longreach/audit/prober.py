@@ -1,7 +1,9 @@
 """Calls a reward function in a process that may die, and says in how many ways it failed.
 
-A named target gets a fresh interpreter; a function object is carried over by fork. Either way the process has a working
-folder, a session and an output of its own, and the audit kills its whole group when a call passes the time limit.
+A named target is imported by a fresh interpreter, whose forks are the sessions (or which is the only session, if the
+grader starts threads or processes while it is imported); a function object is carried over by fork. Either way the
+process has a working folder, a session and an output of its own, and the audit kills its whole group when a call passes
+the time limit.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from longreach.audit.target import RewardFunction, TargetError
-from longreach.audit.worker import isolate, receive, send, serve
+from longreach.audit.worker import receive, send, session
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,10 @@ class Prober:
         self.target, self.time_limit, self.memory = target, time_limit, memory
         self.restarts = 0
         self._channel: socket.socket | None = None
-        self._pid = 0
-        self._process: subprocess.Popen[bytes] | None = None
+        self._pid = 0  # of the session
+        self._session: subprocess.Popen[bytes] | None = None  # when it is an interpreter of its own
+        self._server: subprocess.Popen[bytes] | None = None  # when sessions are forks of an interpreter
+        self._control: socket.socket | None = None
         self._folder = ""
 
     def __enter__(self) -> Prober:
@@ -58,6 +62,7 @@ class Prober:
 
     def __exit__(self, *_: object) -> None:
         self._stop()
+        self._end_server()
 
     def call(self, prompts: Sequence[Any], completions: Sequence[Any], columns: Mapping[str, Any]) -> Outcome:
         """One call of the reward function; after a crash or hang the process is replaced."""
@@ -103,38 +108,36 @@ class Prober:
             raise ValueError("a reply that does not belong to the request")
         return reply
 
+    # -- processes -----------------------------------------------------------------------------------------------
+
     def _start(self) -> None:
         self._folder = tempfile.mkdtemp(prefix="longreach-audit-")
-        ours, theirs = socket.socketpair()
-        if isinstance(self.target, str):
-            self._spawn(self.target, theirs)
-        else:
-            self._fork(self.target, ours, theirs)
-        theirs.close()
-        ours.settimeout(max(self.time_limit, 120.0))  # imports of the grader's libraries
-        self._channel = ours
-        try:
-            ready = receive(ours)
-        except (EOFError, OSError, ValueError) as error:
-            self._stop()
-            raise TargetError(f"target: the process with {self.target!r} did not start: {error}") from error
-        if not ready.get("ready"):
-            self._stop()
-            raise TargetError(f"target: {ready.get('error')}")
+        if not isinstance(self.target, str):
+            self._fork_here(self.target)
+            return
+        if self._server is None:
+            self._launch(self.target)
+        if self._server is not None:
+            try:
+                self._fork_there()
+            except (OSError, EOFError, ValueError):  # an exploit has ended the server: start another
+                self._end_server()
+                self._launch(self.target)
+                self._fork_there()
 
-    def _spawn(self, name: str, theirs: socket.socket) -> None:
+    def _launch(self, name: str) -> None:
+        """Start an interpreter with the grader: a server of forks if the grader allows it, else the only session."""
         place, _, attribute = name.rpartition(":")
         if place.endswith(".py"):
             name = f"{Path(place).resolve()}:{attribute}"
+        ours, theirs = socket.socketpair()
         # The folder of the caller stays importable although the process works elsewhere.
-        environment = {
-            k: v for k, v in os.environ.items() if k in ("PATH", "HOME", "LANG", "PYTHONPATH", "VIRTUAL_ENV")
-        }
+        kept = ("PATH", "HOME", "LANG", "PYTHONPATH", "VIRTUAL_ENV")
+        environment = {key: value for key, value in os.environ.items() if key in kept}
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (os.getcwd(), environment.get("PYTHONPATH", ""))))
         environment["OMP_NUM_THREADS"] = "1"
-        command = [sys.executable, "-m", "longreach.audit.worker", str(theirs.fileno()), str(self.memory), name]
-        self._process = subprocess.Popen(
-            command,
+        process = subprocess.Popen(
+            [sys.executable, "-m", "longreach.audit.worker", str(theirs.fileno()), str(self.memory), name],
             pass_fds=[theirs.fileno()],
             cwd=self._folder,
             env=environment,
@@ -143,34 +146,58 @@ class Prober:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        self._pid = self._process.pid
-
-    def _fork(self, reward: RewardFunction, ours: socket.socket, theirs: socket.socket) -> None:
-        pid = os.fork()
-        if pid:
-            self._pid = pid
-            return
-        status = 1
+        theirs.close()
+        ours.settimeout(max(self.time_limit, 120.0))  # imports of the grader's libraries
         try:
+            ready = receive(ours)
+        except (EOFError, OSError, ValueError) as error:
+            ready = {"error": f"its process ended before it was ready ({error})"}
+        if not ready.get("ready"):
             ours.close()
-            os.setsid()
-            os.chdir(self._folder)
-            isolate(self.memory)
-            serve(reward, theirs)
-            status = 0
-        finally:
-            os._exit(status)
+            process.kill()
+            process.wait()
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise TargetError(f"target: {ready.get('error')}")
+        if ready["forks"]:
+            self._server, self._control = process, ours
+        else:
+            self._session, self._pid, self._channel = process, process.pid, ours
+
+    def _fork_there(self) -> None:
+        assert self._control is not None
+        ours, theirs = socket.socketpair()
+        socket.send_fds(self._control, [self._folder.encode()], [theirs.fileno()])
+        theirs.close()
+        self._pid = int(receive(self._control)["pid"])
+        self._channel = ours
+
+    def _fork_here(self, reward: RewardFunction) -> None:
+        ours, theirs = socket.socketpair()
+        pid = os.fork()
+        if pid == 0:
+            session(reward, theirs, self._folder, self.memory, ours)
+        theirs.close()
+        self._pid, self._channel = pid, ours
 
     def _stop(self) -> None:
         if self._channel is not None:
             self._channel.close()
             self._channel = None
         if self._pid:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._pid, signal.SIGKILL)
-            if self._process is not None:
-                self._process.wait()
-            else:
+            # A fresh fork may not lead its own group yet.
+            for kill in (os.killpg, os.kill):
+                with contextlib.suppress(ProcessLookupError):
+                    kill(self._pid, signal.SIGKILL)
+            if self._session is not None:
+                self._session.wait()
+            elif self._server is None:
                 os.waitpid(self._pid, 0)
-        self._pid, self._process = 0, None
+        self._pid, self._session = 0, None
         shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _end_server(self) -> None:
+        if self._server is not None and self._control is not None:
+            self._control.close()
+            self._server.kill()
+            self._server.wait()
+        self._server, self._control = None, None

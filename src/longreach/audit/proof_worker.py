@@ -13,11 +13,11 @@ import sys
 
 
 def plain(value: object) -> object:
-    """``value`` if it is built from exact JSON types, with tuples as lists; anything else becomes a mark."""
+    """``value`` if it is built from exact JSON types; lists and tuples of any class are read out; else a mark."""
     if type(value) in (int, float, str, bool, type(None)):
         return value
-    if type(value) in (list, tuple):
-        return [plain(v) for v in value]  # type: ignore[attr-defined]
+    if isinstance(value, list | tuple):
+        return [plain(v) for v in value]
     if type(value) is dict:
         return {str(k): plain(v) for k, v in value.items()}
     return {"not plain": type(value).__name__}

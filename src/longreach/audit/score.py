@@ -219,7 +219,7 @@ def _card(
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         seconds=round(seconds, 2),
         machine=_machine(),
-        settings={**asdict(settings), "columns": dict(settings.columns)},
+        settings={**asdict(settings), "columns": dict(settings.columns), "kinds": list(settings.kinds or ()) or None},
         isolation=isolation,
         ear=over(lambda r: [g.accepted for g in r.exploits]),
         har=over(lambda r: [g.accepted for g in r.honest]),

@@ -11,13 +11,17 @@ import contextlib
 import json
 import math
 import os
+import signal
 import socket
 import struct
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
+
+import psutil
 
 from longreach.audit.target import RewardFunction, resolve
 
@@ -52,7 +56,6 @@ def _exactly(channel: socket.socket, size: int) -> bytes:
 def serve(reward: RewardFunction, channel: socket.socket) -> None:
     """Answer requests until the other side closes."""
     before = set(dir(builtins))
-    send(channel, {"ready": True})
     while True:
         try:
             request = receive(channel)
@@ -122,6 +125,43 @@ def isolate(memory: int) -> None:
     os.close(null)
 
 
+def can_fork() -> bool:
+    """Whether the imported grader may be forked: it has started no thread and no process while it was loaded."""
+    return threading.active_count() == 1 and not psutil.Process().children()
+
+
+def fork_sessions(reward: RewardFunction, control: socket.socket, memory: int) -> None:
+    """Fork a process for each session asked for: a clean grader without importing its libraries again.
+
+    A request is the working folder's name with the session's socket attached; the answer is the process id.
+    """
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended sessions need no burial
+    while True:
+        folder, descriptors, _, _ = socket.recv_fds(control, 4096, 1)
+        if not folder:
+            return
+        pid = os.fork()
+        if pid == 0:
+            session(reward, socket.socket(fileno=descriptors[0]), folder.decode(), memory, control)
+        os.close(descriptors[0])
+        send(control, {"pid": pid})
+
+
+def session(reward: RewardFunction, channel: socket.socket, folder: str, memory: int, other: socket.socket) -> NoReturn:
+    """Be the process of one session: leave the parent's session, folder and sockets, serve, end."""
+    status = 1
+    try:
+        other.close()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.setsid()
+        os.chdir(folder)
+        isolate(memory)
+        serve(reward, channel)
+        status = 0
+    finally:
+        os._exit(status)
+
+
 def main() -> None:
     descriptor, memory, name = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     channel = socket.socket(fileno=descriptor)
@@ -132,9 +172,14 @@ def main() -> None:
         with contextlib.suppress(OSError):
             send(channel, {"ready": False, "error": f"{type(error).__name__}: {error}"})
         return
-    isolate(memory)
     sys.argv = ["audit"]
-    serve(reward, channel)
+    forks = can_fork()
+    send(channel, {"ready": True, "forks": forks})
+    if forks:
+        fork_sessions(reward, channel, memory)
+    else:
+        isolate(memory)
+        serve(reward, channel)
 
 
 if __name__ == "__main__":
