@@ -100,10 +100,10 @@ def test_long_prompts_are_quick(tmp_path):
     rows, config = prompts((2000,), 8), GenerationConfig(**GREEDY)
 
     def seconds(run):
-        start = time.perf_counter()
+        start = time.process_time()
         with torch.no_grad():
             run()
-        return time.perf_counter() - start
+        return time.process_time() - start
 
     ids = torch.tensor(rows)
     stock = lambda: model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)  # noqa: E731

@@ -8,12 +8,14 @@ import torch
 from . import tiny
 
 SPLIT = dict(per_device_train_batch_size=2, gradient_accumulation_steps=8)  # splits groups of 4
-LOSSES = [
+USUAL = [
     dict(loss_type="dapo"),
     dict(loss_type="grpo", importance_sampling_level="sequence"),
     dict(loss_type="bnpo"),
     dict(loss_type="dr_grpo"),
     dict(loss_type="cispo", epsilon_high=0.3),
+]
+OTHERS = [
     dict(loss_type="sapo"),
     dict(loss_type="luspo", importance_sampling_level="sequence"),
     dict(loss_type="vespo"),
@@ -24,12 +26,12 @@ def name_of(settings: dict) -> str:
     return "-".join(str(v) for v in settings.values())
 
 
-@pytest.mark.parametrize("settings", LOSSES, ids=name_of)
+@pytest.mark.parametrize("settings", USUAL + OTHERS, ids=name_of)
 def test_every_loss(settings, tmp_path):
     tiny.assert_same_run(tiny.grpo(False, tmp_path, **settings), tiny.grpo(True, tmp_path, **settings))
 
 
-@pytest.mark.parametrize("settings", LOSSES, ids=name_of)
+@pytest.mark.parametrize("settings", USUAL + [pytest.param(s, marks=pytest.mark.slow) for s in OTHERS], ids=name_of)
 def test_every_loss_keeps_its_normalizer_when_micro_batches_are_joined(settings, tmp_path):
     settings = settings | SPLIT
     own = tiny.grpo(True, tmp_path, **settings)
@@ -43,8 +45,11 @@ def test_every_loss_keeps_its_normalizer_when_micro_batches_are_joined(settings,
         dict(loss_type="dapo"),
         dict(loss_type="grpo", beta=0.04),
         dict(loss_type="grpo", beta=0.04) | SPLIT,
-        dict(loss_type="dapo", num_iterations=2),
-        dict(loss_type="dapo", gradient_accumulation_steps=1, per_device_train_batch_size=16),
+        pytest.param(dict(loss_type="dapo", num_iterations=2), marks=pytest.mark.slow),
+        pytest.param(
+            dict(loss_type="dapo", gradient_accumulation_steps=1, per_device_train_batch_size=16),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=name_of,
 )

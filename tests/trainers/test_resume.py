@@ -13,7 +13,7 @@ import longreach.trainers as ours
 from . import tiny
 
 
-def run(tmp_path, name, *, steps=6, resume=None, callbacks=None, rows=32, rewards=None, **args):
+def run(tmp_path, name, *, steps=5, resume=None, callbacks=None, rows=32, rewards=None, **args):
     """A run with sampled completions, without checkpoints of its own."""
 
     def reward(completions, **kwargs):
@@ -40,21 +40,24 @@ class StopAt(tiny.T.TrainerCallback):
 @pytest.mark.parametrize(
     "settings",
     [
-        dict(),
-        dict(steps_per_generation=4, num_iterations=2, stop=3),  # in the middle of a batch of generated rows
-        dict(rows=8, stop=3),  # 2 steps an epoch: stops inside the second
-        dict(rows=8, stop=4),  # between epochs
+        pytest.param(dict(), marks=pytest.mark.slow, id="plain"),
+        pytest.param(
+            dict(steps_per_generation=4, num_iterations=2, stop=3), marks=pytest.mark.slow, id="in a generation"
+        ),
+        pytest.param(dict(rows=8, stop=3), marks=pytest.mark.slow, id="in the second epoch"),  # an epoch has 2 steps
+        # an epoch has 4 steps and one round of generation
+        pytest.param(dict(rows=8, steps_per_generation=4, num_iterations=2, steps=7, stop=5), id="in both"),
+        pytest.param(dict(rows=8, stop=4), marks=pytest.mark.slow, id="between epochs"),
     ],
-    ids=["plain", "within a generation", "second epoch", "between epochs"],
 )
 def test_resumed_run_equals_an_uninterrupted_one(settings, tmp_path):
-    stop = settings.pop("stop", 2)
+    stop, steps = settings.pop("stop", 2), settings.get("steps", 5)
     whole = run(tmp_path, "whole", **settings)
     run(tmp_path, "parts", callbacks=[StopAt(stop)], **settings)
     resumed = run(tmp_path, "parts", resume=True, **settings)
-    assert resumed.state.global_step == 6
+    assert resumed.state.global_step == steps
     a, b = tiny.history(whole), tiny.history(resumed)
-    for x, y in zip(a[stop:], b[-(6 - stop) :]):
+    for x, y in zip(a[stop:], b[stop - steps :]):
         for name in set(x) - {"step_time"}:
             assert x[name] == y[name], name
     for name, p in tiny.trained(whole).items():
@@ -76,8 +79,8 @@ def test_interrupt_saves_a_checkpoint_to_go_on_from(tmp_path):
     assert callback.interrupted and stopped.state.global_step == 2
     assert callback.checkpoint == str(tmp_path / "run" / "checkpoint-2")
     assert signal.getsignal(signal.SIGINT) is before
-    whole = run(tmp_path, "whole", rewards=interrupting)  # two more calls: no further interrupt
-    resumed = run(tmp_path, "run", rewards=interrupting, resume=callback.checkpoint)
+    whole = run(tmp_path, "whole", rewards=interrupting, steps=3)  # two more calls: no further interrupt
+    resumed = run(tmp_path, "run", rewards=interrupting, steps=3, resume=callback.checkpoint)
     for name, p in tiny.trained(whole).items():
         assert torch.equal(p, tiny.trained(resumed)[name]), name
 

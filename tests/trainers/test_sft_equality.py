@@ -22,7 +22,7 @@ def sft(own, tmp_path, *, data=None, peft=None, tok=None, train=True, policy=Non
         learning_rate=3e-4, max_length=64,
     ) | args  # fmt: skip
     if own:
-        settings = dict(chunk=7, parity_check=False) | settings
+        settings = dict(chunk=16, parity_check=False) | settings
     made = (ours.SFTTrainer if own else trl.SFTTrainer)(
         model=policy or tiny.model(), args=(ours.SFTConfig if own else trl.SFTConfig)(**settings),
         train_dataset=tiny.pairs() if data is None else data, processing_class=tok or tiny.tokenizer(),
@@ -94,3 +94,16 @@ def test_sequences_longer_than_allowed(tmp_path, caplog):
         True, tmp_path, max_length=12, on_overlong="error", packing=True, packing_strategy="wrapped", train=False
     )
     assert len(packed.train_dataset) > 0
+
+
+def test_streamed_sequences(tmp_path, caplog):
+    streamed = tiny.pairs().to_iterable_dataset()
+    stock, own = (sft(o, tmp_path, data=streamed, max_length=12) for o in (False, True))
+    tiny.assert_same_run(stock, own, NAMES)
+    assert "train_dataset is streamed" in caplog.text
+    with pytest.raises(
+        OverlongSequenceError, match=r"a sequence of train_dataset has 1[34] tokens, more than max_length=12"
+    ):
+        sft(True, tmp_path, data=streamed, max_length=12, on_overlong="error")
+    kept = list(sft(True, tmp_path, data=streamed, max_length=12, on_overlong="drop", train=False).train_dataset)
+    assert 0 < len(kept) < 24 and all(len(row["input_ids"]) <= 12 for row in kept)

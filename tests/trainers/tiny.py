@@ -116,7 +116,7 @@ def grpo(
         max_completion_length=10, max_steps=3, learning_rate=3e-4, lr_scheduler_type="constant", beta=0.0,
     ) | args  # fmt: skip
     if own:
-        settings = dict(chunk=7, parity_check=False) | settings
+        settings = dict(chunk=16, parity_check=False) | settings
     config = (ours.GRPOConfig if own else trl.GRPOConfig)(**settings)
     made = (trainer or (OurGRPO if own else StockGRPO))(
         model=model() if policy is None else policy, reward_funcs=rewards, args=config,

@@ -46,7 +46,7 @@ def train(name: str, processes: int, folder: str) -> Any:
     kind, use_lora, tied = settings.pop("trainer", "grpo"), settings.pop("lora", False), settings.pop("tied", None)
     rows = settings.pop("per_device_train_batch_size", 8) // processes
     common = tiny.RUN | dict(output_dir=folder, max_steps=3, learning_rate=3e-4, per_device_train_batch_size=rows)
-    common |= dict(chunk=7, parity_check=False, shuffle_dataset=False)
+    common |= dict(chunk=16, parity_check=False, shuffle_dataset=False)
     if kind == "sft":
         args = ours.SFTConfig(**common, max_length=64, **settings)
         made: Any = ours.SFTTrainer(tiny.model(), args, train_dataset=tiny.pairs(), processing_class=tiny.tokenizer())

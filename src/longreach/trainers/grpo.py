@@ -82,7 +82,7 @@ class GRPOTrainer(TreeLoss):
             train_dataset = _checked_data(train_dataset, "train_dataset", self._bound, tokenize)
             eval_dataset = _checked_data(eval_dataset, "eval_dataset", self._bound, tokenize)
         if isinstance(model, str) and wants_longreach_load(args, kwargs.get("quantization_config")):
-            model = load_model(model, args)
+            model = load_model(model, args, adapter=kwargs.get("peft_config") is not None)
             args.model_init_kwargs = None
         rewards = reward_funcs if isinstance(reward_funcs, list) or reward_funcs is None else [reward_funcs]
         rewards = None if rewards is None else [checked(r) for r in rewards]

@@ -34,7 +34,7 @@ def load_tokenizer(model: Any, args: Any) -> PreTrainedTokenizerBase:
     name = model if isinstance(model, str) else getattr(model.config, "_name_or_path", "")
     if not name:
         raise ValueError("processing_class is None and the model does not say where it came from; pass its tokenizer")
-    kwargs: dict[str, Any] = {"trust_remote_code": getattr(args, "trust_remote_code", False)}
+    kwargs: dict[str, Any] = {"trust_remote_code": _trusts(args)}
     revision = (args.model_init_kwargs or {}).get("revision")
     return AutoTokenizer.from_pretrained(name, revision=revision, **kwargs)
 
@@ -43,34 +43,46 @@ def check_architecture(model: Any, args: Any) -> None:
     """Refuse, before any weights are read, a model that cannot be run exactly (UnsupportedModelError) and a GRPO
     `max_length` that it has no positions for (ValueError)."""
     if isinstance(model, str):
-        config = AutoConfig.from_pretrained(model, trust_remote_code=args.trust_remote_code)
+        config = AutoConfig.from_pretrained(model, trust_remote_code=_trusts(args))
     elif hasattr(model, "config"):
         config = model.config
     else:
         raise TypeError(f"model is a {type(model).__name__}; pass a model's name, folder or a Transformers model")
     text = config.get_text_config(decoder=True)
     check_supported(text)
-    if isinstance(args, GRPOConfig):  # TRL's SFT configuration has a max_length of its own by default
-        check_positions(text, args.max_length)
+    check_positions(text, _positions_needed(args))
 
 
 def wants_longreach_load(args: GRPOConfig | SFTConfig, quantization_config: Any) -> bool:
     """Whether `longreach.load` knows all that is asked for; TRL's own loading takes any argument of Transformers."""
     kwargs = args.model_init_kwargs or {}
-    plain = quantization_config is None and not args.trust_remote_code
-    return plain and set(kwargs) <= {"dtype"} and _dtype_name(kwargs) in WEIGHTS
+    plain = quantization_config is None and not _trusts(args)
+    return plain and set(kwargs) <= {"dtype"} and _dtype_name(kwargs) in ("", *WEIGHTS)
 
 
-def load_model(name: str, args: GRPOConfig | SFTConfig) -> Any:
-    """Load a model by name, in the dtype of `model_init_kwargs` or else the one stored, on this process's device."""
+def load_model(name: str, args: GRPOConfig | SFTConfig, *, adapter: bool) -> Any:
+    """Load a model by name on this process's device, in the dtype of `model_init_kwargs`.
+
+    Without one, weights that train are float32, as in TRL (smaller types would round small updates away), and frozen
+    weights under an adapter stay in the type they are stored in.
+    """
     set_seed(args.seed)  # new heads are drawn at random: the seed comes first, as in TRL
-    weights = WEIGHTS[_dtype_name(args.model_init_kwargs or {})]
-    model, _ = load(name, weights=weights, max_length=args.max_length, device=args.device)
+    dtype = _dtype_name(args.model_init_kwargs or {}) or ("auto" if adapter else "float32")
+    model, _ = load(name, weights=WEIGHTS[dtype], max_length=_positions_needed(args), device=args.device)
     return model
 
 
+def _positions_needed(args: GRPOConfig | SFTConfig) -> int | None:
+    """The longest row asked for; TRL's SFT configuration has a `max_length` by default, which says little."""
+    return args.max_length if isinstance(args, GRPOConfig) else None
+
+
+def _trusts(args: GRPOConfig | SFTConfig) -> bool:
+    return bool(getattr(args, "trust_remote_code", False))  # not a field of every supported TRL
+
+
 def _dtype_name(kwargs: Any) -> str:
-    return str(kwargs.get("dtype") or "auto").removeprefix("torch.")
+    return str(kwargs.get("dtype") or "").removeprefix("torch.")
 
 
 def enable_engine(model: Any, args: GRPOConfig | SFTConfig, *, parity_check: bool | None = None) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import trl
-from datasets import Dataset
+from datasets import IterableDataset
 
 from .config import SFTConfig
 from .loading import (
@@ -23,6 +23,8 @@ from .loading import (
 from .prompts import check_rows
 
 logger = logging.getLogger(__name__)
+
+WAY_OUT = "Raise max_length, shorten the row, or set on_overlong='drop' or 'truncate'"
 
 
 class OverlongSequenceError(ValueError):
@@ -64,7 +66,7 @@ class SFTTrainer(trl.SFTTrainer):
         if processing_class is None:
             processing_class = load_tokenizer(model, mine)
         if isinstance(model, str) and wants_longreach_load(mine, kwargs.get("quantization_config")):
-            model = load_model(model, mine)
+            model = load_model(model, mine, adapter=kwargs.get("peft_config") is not None)
             mine.model_init_kwargs = None
         super().__init__(
             model=model,
@@ -87,7 +89,7 @@ class SFTTrainer(trl.SFTTrainer):
         dataset_name: str,
     ) -> Any:
         """TRL's preparation in two steps: tokenized and labelled, then counted against `max_length`, cut and packed."""
-        if args.max_length is None or not isinstance(dataset, Dataset):
+        if args.max_length is None:
             return super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
         whole = copy.copy(args)
         whole.max_length, whole.shuffle_dataset = None, False
@@ -98,19 +100,19 @@ class SFTTrainer(trl.SFTTrainer):
         return super()._prepare_dataset(dataset, processing_class, args, packing, None, dataset_name)
 
 
-def _without_overlong(dataset: Dataset, args: SFTConfig, name: str) -> Dataset:
+def _without_overlong(dataset: Any, args: SFTConfig, name: str) -> Any:
     """Count the sequences longer than `max_length` and treat them as `on_overlong` says."""
-    lengths = [len(ids) for ids in dataset["input_ids"]]
     limit = args.max_length
-    over = [i for i, length in enumerate(lengths) if limit is not None and length > limit]
+    assert limit is not None
+    if isinstance(dataset, IterableDataset):
+        return _stream_without_overlong(dataset, args.on_overlong, limit, name)
+    lengths = [len(ids) for ids in dataset["input_ids"]]
+    over = [i for i, length in enumerate(lengths) if length > limit]
     if not over:
         return dataset
     count = f"{len(over)} of the {len(lengths)} sequences of {name} are longer than max_length={limit} tokens"
     if args.on_overlong == "error":
-        raise OverlongSequenceError(
-            f"{count}: row {over[0]} has {lengths[over[0]]}. Raise max_length, shorten the row, or set "
-            "on_overlong='drop' or 'truncate'"
-        )
+        raise OverlongSequenceError(f"{count}: row {over[0]} has {lengths[over[0]]}. {WAY_OUT}")
     if args.on_overlong == "truncate":
         logger.warning("%s (longest %d): truncated (%s)", count, max(lengths), args.truncation_mode)
         return dataset
@@ -119,3 +121,19 @@ def _without_overlong(dataset: Dataset, args: SFTConfig, name: str) -> Dataset:
         raise ValueError(f"{count}: none is left; raise max_length={limit}")
     dropped = set(over)
     return dataset.select([i for i in range(len(lengths)) if i not in dropped])
+
+
+def _stream_without_overlong(dataset: IterableDataset, policy: str, limit: int, name: str) -> IterableDataset:
+    """The same for rows that come one by one: they cannot be counted before training starts."""
+
+    def refuse(row: dict[str, Any]) -> dict[str, Any]:
+        if len(row["input_ids"]) > limit:
+            raise OverlongSequenceError(
+                f"a sequence of {name} has {len(row['input_ids'])} tokens, more than max_length={limit}. {WAY_OUT}"
+            )
+        return row
+
+    if policy == "error":
+        return dataset.map(refuse)
+    logger.warning("%s is streamed: what is longer than max_length=%d tokens is not counted (%s)", name, limit, policy)
+    return dataset.filter(lambda row: len(row["input_ids"]) <= limit) if policy == "drop" else dataset
