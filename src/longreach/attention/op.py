@@ -134,15 +134,13 @@ def attention(
         raise ValueError(f"attention: {q_CHD.shape[1]} query heads are not a multiple of {k_CKD.shape[1]} key heads")
     if torch.is_grad_enabled() and (q_CHD.requires_grad or k_CKD.requires_grad or v_CKW.requires_grad):
         return _ChunkAttention.apply(q_CHD, k_CKD, v_CKW, sinks_H, spec)
-    spec.kv.write(spec.start, k_CKD, v_CKW)
-    return _forward(q_CHD, sinks_H, spec)
+    return attention_forward(q_CHD, k_CKD, v_CKW, spec, sinks_H)
 
 
 class _ChunkAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q_CHD, k_CKD, v_CKW, sinks_H, spec: AttentionSpec):
-        spec.kv.write(spec.start, k_CKD, v_CKW)
-        out_CHW, lse_HC = spec.saved if spec.saved is not None else _forward(q_CHD, sinks_H, spec)
+        out_CHW, lse_HC = attention_forward(q_CHD, k_CKD, v_CKW, spec, sinks_H)
         ctx.spec = spec
         ctx.save_for_backward(q_CHD, out_CHW, lse_HC, sinks_H)
         ctx.mark_non_differentiable(lse_HC)
@@ -151,32 +149,54 @@ class _ChunkAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout_CHW, _dlse):
         q_CHD, out_CHW, lse_HC, sinks_H = ctx.saved_tensors
-        spec: AttentionSpec = ctx.spec
-        kv = spec.kv
-        dk_TKD, dv_TKW = kv.grads()
-        wide = dk_TKD.dtype
-        dq_CHD = torch.zeros(q_CHD.shape, dtype=wide, device=q_CHD.device)
-        for call in spec.calls:
-            rows = slice(call.q0, call.q1)
-            k_NKD, v_NKW = _gather(kv.k_TKD, call), _gather(kv.v_TKW, call)
-            dq, dk, dv = _backend(spec, q_CHD, v_NKW, call).backward(
-                dout_CHW[rows], q_CHD[rows], k_NKD, v_NKW, out_CHW[rows], lse_HC[:, rows], call.cu_q, call.cu_k,
-                causal=call.causal, window=call.window, softcap=spec.softcap, scale=spec.scale,
-            )  # fmt: skip
+        wanted = sinks_H if ctx.needs_input_grad[3] else None
+        return *attention_backward(dout_CHW, q_CHD, out_CHW, lse_HC, ctx.spec, wanted), None
+
+
+def attention_forward(
+    q_CHD: Tensor, k_CKD: Tensor, v_CKW: Tensor, spec: AttentionSpec, sinks_H: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """`attention` without autograd: stores k, v and returns (out [C, H, W], lse [H, C])."""
+    spec.kv.write(spec.start, k_CKD, v_CKW)
+    return spec.saved if spec.saved is not None else _forward(q_CHD, sinks_H, spec)
+
+
+def attention_backward(
+    dout_CHW: Tensor, q_CHD: Tensor, out_CHW: Tensor, lse_HC: Tensor, spec: AttentionSpec, sinks_H: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of a chunk's q, of its own k and v (all that is owed to them), and of the sinks if given.
+
+    Adds what earlier keys are owed to `spec.kv`.
+    """
+    kv = spec.kv
+    dk_TKD, dv_TKW = kv.grads()
+    wide = dk_TKD.dtype
+    single = len(spec.calls) == 1
+    dq_CHD = torch.empty(0) if single else torch.zeros(q_CHD.shape, dtype=wide, device=q_CHD.device)
+    for call in spec.calls:
+        rows = slice(call.q0, call.q1)
+        k_NKD, v_NKW = _gather(kv.k_TKD, call), _gather(kv.v_TKW, call)
+        dq, dk, dv = _backend(spec, q_CHD, v_NKW, call).backward(
+            dout_CHW[rows], q_CHD[rows], k_NKD, v_NKW, out_CHW[rows], lse_HC[:, rows], call.cu_q, call.cu_k,
+            causal=call.causal, window=call.window, softcap=spec.softcap, scale=spec.scale,
+        )  # fmt: skip
+        if single:
+            dq_CHD = dq
+        else:
             dq_CHD[rows] += dq
-            at = 0
-            for start, stop in call.keys:
-                part = slice(at, at + stop - start)
-                dk_TKD[start:stop] += dk[part]
-                dv_TKW[start:stop] += dv[part]
-                at += stop - start
-        dsinks_H = None
-        if sinks_H is not None and ctx.needs_input_grad[3]:
-            delta_HC = (dout_CHW.to(wide) * out_CHW.to(wide)).sum(-1).transpose(0, 1)
-            weight_HC = torch.exp(sinks_H.to(wide)[:, None] - lse_HC.to(wide))
-            dsinks_H = -(weight_HC * delta_HC).sum(-1).to(sinks_H.dtype)
-        dk_CKD, dv_CKW = kv.owed(spec.start, spec.start + len(q_CHD))
-        return dq_CHD.to(q_CHD.dtype), dk_CKD, dv_CKW, dsinks_H, None
+        at = 0
+        for start, stop in call.keys:
+            part = slice(at, at + stop - start)
+            dk_TKD[start:stop] += dk[part]
+            dv_TKW[start:stop] += dv[part]
+            at += stop - start
+    dsinks_H = None
+    if sinks_H is not None:
+        delta_HC = (dout_CHW.to(wide) * out_CHW.to(wide)).sum(-1).transpose(0, 1)
+        weight_HC = torch.exp(sinks_H.to(wide)[:, None] - lse_HC.to(wide))
+        dsinks_H = -(weight_HC * delta_HC).sum(-1).to(sinks_H.dtype)
+    dk_CKD, dv_CKW = kv.owed(spec.start, spec.start + len(q_CHD))
+    return dq_CHD.to(q_CHD.dtype), dk_CKD, dv_CKW, dsinks_H
 
 
 def _forward(q_CHD: Tensor, sinks_H: Tensor | None, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
