@@ -35,7 +35,7 @@ def forbid_namespaces() -> None:
     kernel._libc.prctl(kernel.PR_CAPBSET_DROP, kernel.CAP_SYS_ADMIN, 0, 0, 0)  # else exec as root brings it back
     kernel.set_capabilities(capabilities)
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
-    seccomp.install(seccomp.only_refuse(("unshare", "setns", "mount", "pivot_root")))
+    seccomp.Filter(seccomp.only_refuse(("unshare", "setns", "mount", "pivot_root"))).install()
 
 
 class Targets:

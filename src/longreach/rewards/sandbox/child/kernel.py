@@ -159,10 +159,14 @@ def become_nobody(keep: int = 0) -> None:
         os.setgroups([])
         os.setresgid(_NOBODY, _NOBODY, _NOBODY)
         os.setresuid(_NOBODY, _NOBODY, _NOBODY)
+    set_capabilities(keep)
+
+
+def drop_bounding_set() -> None:
+    """No exec of ours or our children's will ever bring a capability back; what we hold, we keep."""
     for capability in range(64):
         if _libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) < 0:
             break  # past the last one, or not ours to drop
-    set_capabilities(keep)
 
 
 def landlock_abi() -> int:

@@ -36,7 +36,7 @@ def _request(fd: int) -> tuple[bytes, bytearray]:
     return nonce, read_exactly(fd, length)
 
 
-def _load(source: str, name: str) -> types.ModuleType:
+def load(source: str, name: str) -> types.ModuleType:
     module = types.ModuleType(name)
     sys.modules[name] = module
     exec(compile(source, f"<{name}>", "exec", dont_inherit=True), module.__dict__)
@@ -89,7 +89,7 @@ def serve_calls(fd: int) -> None:
     head = json.loads(bytes(payload))
     allow_objects = head["objects"]
     try:
-        module = _load(head["source"], "solution")
+        module = load(head["source"], "solution")
         if head["function"]:
             _target(module, head["function"], objects)
     except BaseException as error:
@@ -125,7 +125,7 @@ def run_program(fd: int) -> int:
     sys.stderr = io.TextIOWrapper(error, "utf-8", "backslashreplace", line_buffering=True)
     code = 0
     try:
-        _load(json.loads(bytes(payload))["source"], "__main__")
+        load(json.loads(bytes(payload))["source"], "__main__")
     except SystemExit as stop:
         if stop.code is None or isinstance(stop.code, int):
             code = (stop.code or 0) & 0xFF

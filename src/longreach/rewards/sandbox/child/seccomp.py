@@ -147,23 +147,38 @@ def permitting(code: Code, name: str) -> Code:
     return [*code[:at], (JEQ, 0, 1, NUMBERS[machine()][name]), (RET, 0, 0, ALLOW), *code[at:]]
 
 
-def compiled(code: Code) -> tuple[_Program, ctypes.Array[_Instruction]]:
-    """The program as the kernel reads it, and the array that must outlive it."""
-    array = (_Instruction * len(code))(*[_Instruction(*instruction) for instruction in code])
-    return _Program(len(code), array), array
+class Filter:
+    """A filter ready to install; made once, so that a new process only has to fill in its own number.
 
+    Raises OSError from `install`; no_new_privs must be set.
+    """
 
-def install(code: Code, *, listener: bool = False) -> int:
-    """Install a filter on this process; no_new_privs must be set. Returns the listener's fd, or 0. Raises OSError."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    program, _array = compiled(code)
-    flags = FLAG_NEW_LISTENER if listener else 0
-    number = NUMBERS[machine()]["seccomp"]
-    result = libc.syscall(number, SECCOMP_SET_MODE_FILTER, flags, ctypes.byref(program))
-    if result < 0:
-        code_ = ctypes.get_errno()
-        raise OSError(code_, f"seccomp: {os.strerror(code_)}")
-    return int(result)
+    _libc = ctypes.CDLL(None, use_errno=True)
+    _OWN_PID = 0x7FFFFFF1  # stands for the process's number until it is known
+
+    def __init__(self, code: Code) -> None:
+        self._array = (_Instruction * len(code))(*[_Instruction(*instruction) for instruction in code])
+        self._program = _Program(len(code), self._array)
+        self._places = [at for at, (_, _, _, k) in enumerate(code) if k == self._OWN_PID]
+        self._number = NUMBERS[machine()]["seccomp"]
+
+    @classmethod
+    def for_candidates(cls, *, default: int, native_code: bool) -> Filter:
+        """The allowlist, with ``sendmsg`` and ``seccomp`` open until `only_refuse` closes them."""
+        code = allowlist(cls._OWN_PID, default=default, native_code=native_code)
+        return cls(permitting(permitting(code, "sendmsg"), "seccomp"))
+
+    def install(self, *, listener: bool = False) -> int:
+        """Put this process under the filter. Returns the listener's descriptor, or 0."""
+        pid = os.getpid()
+        for place in self._places:
+            self._array[place].k = pid
+        flags = FLAG_NEW_LISTENER if listener else 0
+        result = self._libc.syscall(self._number, SECCOMP_SET_MODE_FILTER, flags, ctypes.byref(self._program))
+        if result < 0:
+            code = ctypes.get_errno()
+            raise OSError(code, f"seccomp: {os.strerror(code)}")
+        return int(result)
 
 
 def refuse_next(listener: int) -> int:

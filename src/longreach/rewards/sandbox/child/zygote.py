@@ -23,7 +23,7 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any
 
-from . import runner, tester
+from . import codec, runner, tester
 from .wire import LENGTH, receive_message, send_message
 
 _PRELOADED_TEXT = """
@@ -92,6 +92,8 @@ class Zygote:
         self.process_table = -1  # namespace fd of the zygote's own process table
         self.kept_capabilities = 0
         self.counts_denials = False
+        self.filters: dict[tuple[bool, bool], Any] = {}  # (counts denials, native code) -> a filter
+        self.last_filter: Any = None
         self.poll = select.poll()
         self.ready, self.ready_child = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
 
@@ -136,11 +138,23 @@ class Zygote:
                 self.kept_capabilities = 1 << kernel.CAP_DAC_READ_SEARCH  # Landlock allows the library alone
             shown = [path for path in library if path not in site and os.path.exists(path)]
             self.ruleset = kernel.landlock_ruleset([*shown, *readable], [stdlib])
+            kernel.drop_bounding_set()
+            self._warm_up(seccomp)
             self.counts_denials = facts["counts_denials"] = self._try_child()
         self.memory_in_use = self.memory_in_use or _virtual_memory()
         gc.collect()
         gc.freeze()
         return facts
+
+    def _warm_up(self, seccomp: Any) -> None:
+        """Build once what every child needs, and run once what every child runs: fork shares the result."""
+        for counts in (True, False):
+            for native in (True, False):
+                default = seccomp.USER_NOTIF if counts else seccomp.ERRNO | 1
+                self.filters[counts, native] = seccomp.Filter.for_candidates(default=default, native_code=native)
+        self.last_filter = seccomp.Filter(seccomp.only_refuse(("sendmsg", "seccomp")))
+        codec.decode(codec.encode(("f", "call", [1, "x", [1.5] * 20], {})))
+        runner.load("def f():\n    return 1\n", "solution")
 
     def _enter_namespaces(self, visible: list[str], hidden: list[str], packages: list[str]) -> None:
         """Continue in a child that is the first process of its own process table; this process only waits for it."""
@@ -230,7 +244,7 @@ class Zygote:
         if limits["cpu"] >= 0 and sys.platform == "linux":
             os.sched_setaffinity(0, {limits["cpu"]})
         if locked:
-            from . import kernel, seccomp
+            from . import kernel
 
             if self.process_table >= 0:
                 kernel.unshare("ipc")
@@ -246,18 +260,16 @@ class Zygote:
         if not locked:
             os.write(READY, report)
         else:
-            denied = seccomp.USER_NOTIF if self.counts_denials else seccomp.ERRNO | 1
-            code = seccomp.allowlist(os.getpid(), default=denied, native_code=bool(limits["native_code"]))
-            for name in ("sendmsg", "seccomp"):  # to hand the listener over; then taken away too
-                code = seccomp.permitting(code, name)
-            # made now: it asks what the filter refuses
-            ready = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM, 0, READY)
-            listener = seccomp.install(code, listener=self.counts_denials)
+            ready = socket.socket(
+                socket.AF_UNIX, socket.SOCK_DGRAM, 0, READY
+            )  # made now: it asks what the filter refuses
+            first = self.filters[self.counts_denials, bool(limits["native_code"])]
+            listener = first.install(listener=self.counts_denials)
             socket.send_fds(ready, [report], [listener] if self.counts_denials else [])
             ready.detach()
             if self.counts_denials:
                 os.close(listener)
-            seccomp.install(seccomp.only_refuse(("sendmsg", "seccomp")))
+            self.last_filter.install()
         os.close(READY)
 
     def _keep_only(self, fds: list[int]) -> None:
