@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from attacks import Attack, attacks
@@ -26,7 +26,8 @@ from longreach.rewards.sandbox.child import kernel, seccomp
 
 SECRET = "the-expected-value-is-4711"
 HONEST = "def f(x):\n    return x + 1\n"
-LIMITS = Limits(cpu_s=1, wall_s=0.8, memory_bytes=256 << 20, denials=100)
+LIMITS = Limits(cpu_s=1, wall_s=15, memory_bytes=256 << 20, denials=100)
+IMPATIENT = replace(LIMITS, wall_s=0.8)  # for attacks whose proper end is the wall clock's
 
 
 def forbid_namespaces() -> None:
@@ -111,7 +112,8 @@ class Targets:
 
 def judge(box: Sandbox, attack: Attack, targets: Targets, zygote: int) -> str:
     """ "" when the attack failed as it should, else what it achieved."""
-    outcome = box.call(attack.source, "f", [(targets.describe(zygote),), (targets.describe(zygote),)])
+    limits = IMPATIENT if "wall" in attack.ends else LIMITS
+    outcome = box.call(attack.source, "f", [(targets.describe(zygote),), (targets.describe(zygote),)], limits=limits)
     if harm := targets.harm():
         return harm
     if SECRET in repr(outcome) or any(str(value).startswith("breached") for value in outcome.values):
@@ -121,16 +123,6 @@ def judge(box: Sandbox, attack: Attack, targets: Targets, zygote: int) -> str:
     if attack.name == "object that equals everything" and [type(value) for value in outcome.values] != [int, int]:
         return f"an object crossed: {outcome.values}"
     return ""
-
-
-@contextlib.contextmanager
-def neighbour(box: Sandbox) -> Iterator[Any]:
-    """A completion that was there before the attack and must not notice it."""
-    from longreach.rewards.sandbox.session import Session
-
-    with box.lend() as zygote, Session(zygote, Limits(cpu_s=60, wall_s=600)) as session:
-        session.load(HONEST, "f")
-        yield session
 
 
 def main() -> None:
