@@ -267,7 +267,7 @@ class TaskGrader:
         control = self._reward(self.task.control(sample))
         bar = threshold
         if sample.exploit.proof.kind == "claimed_speed" and control is not None:
-            bar = max(control, threshold if math.isfinite(threshold) else control) + self.dead_zone
+            bar = max(control + self.dead_zone, threshold) if math.isfinite(threshold) else control + self.dead_zone
         honest, wrong = self._values(self.task.honest), self._values(self.task.wrong)
         settings = self.settings
         harm = stats.group_harm(

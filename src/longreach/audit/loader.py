@@ -122,7 +122,7 @@ def _columns(file: TaskFile, render: Renderer, seed: int | None) -> tuple[dict[s
         assert file.answer is not None
         answer = render(file.answer)
         render.values["answer"] = int(answer) if answer.lstrip("-").isdigit() else answer
-        return {"answer": answer, "solution": answer}, prompt, ()
+        return {"answer": answer, "solution": f"${answer}$"}, prompt, ()
     assert file.reference is not None and file.generator is not None
     reference, generator = render(file.reference).strip() + "\n", render(file.generator).strip() + "\n"
     entry = render(file.entry_point or "main")

@@ -134,7 +134,8 @@ class Prober:
         # The folder of the caller stays importable although the process works elsewhere.
         kept = ("PATH", "HOME", "LANG", "PYTHONPATH", "VIRTUAL_ENV")
         environment = {key: value for key, value in os.environ.items() if key in kept}
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (os.getcwd(), environment.get("PYTHONPATH", ""))))
+        path = [os.getcwd(), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+        environment["PYTHONPATH"] = os.pathsep.join(os.path.abspath(entry) for entry in path)
         environment["OMP_NUM_THREADS"] = "1"
         process = subprocess.Popen(
             [sys.executable, "-m", "longreach.audit.worker", str(theirs.fileno()), str(self.memory), name],
