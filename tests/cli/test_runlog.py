@@ -14,6 +14,7 @@ from longreach.cli.display import LineDisplay, clock, facts
 from longreach.cli.recorder import Recorder
 from longreach.cli.runlog import LogWriter, from_metrics, shortened
 from longreach.cli.terminal import console
+from longreach.rewards.monitor import Monitor
 
 
 def test_metrics_find_their_places() -> None:
@@ -119,15 +120,16 @@ def test_rewards_are_seen_together_and_keep_their_names(tmp_path: Path) -> None:
 
 
 def test_alarms_of_the_monitor_are_logged_and_said(tmp_path: Path, capsys: Any) -> None:
-    def monitor(record: dict[str, Any], samples: Any) -> list[dict[str, Any]]:
-        return [{"step": record["step"], "kind": "length", "message": "grew", "value": 2.0}]
-
-    recorder = Recorder(LogWriter(tmp_path), LineDisplay(console()), monitor)
+    recorder = Recorder(LogWriter(tmp_path), LineDisplay(console()), Monitor())
+    (watched,) = recorder.watch([length])
+    watched(prompts=["p", "q", "r", "s"], completions=["the very same long answer"] * 4, completion_ids=[[1]] * 4)
     state: Any = SimpleNamespace(global_step=3, max_steps=4, is_world_process_zero=True, num_input_tokens_seen=0)
     none: Any = SimpleNamespace()
+    recorder.on_step_end(none, state, none)
     recorder.on_log(none, state, none, logs={"loss": 0.0})
-    assert recorder.alarms == recorder.steps[0]["alarms"] and recorder.alarms[0]["message"] == "grew"
-    assert "alarm at step 3: grew" in capsys.readouterr().out
+    (alarm,) = recorder.steps[0]["alarms"]
+    assert recorder.alarms == [alarm] and (alarm["step"], alarm["kind"]) == (3, "cross_prompt_duplicates")
+    assert f"alarm at step 3: {alarm['message']}" in capsys.readouterr().out
 
 
 def test_lines_say_only_what_is_known() -> None:

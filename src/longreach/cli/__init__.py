@@ -1,4 +1,4 @@
-"""The ``longreach`` command. Each command is a file here with a function ``command``; heavy imports stay inside it."""
+"""The ``longreach`` command. Each command is a file with a function of the same name; heavy imports stay inside it."""
 
 from __future__ import annotations
 
@@ -37,4 +37,4 @@ def _options(
 for _name in COMMANDS:
     # A command whose file an installation lacks is not offered at all.
     if find_spec(f"{__name__}.{_name}") is not None:
-        app.command(name=_name)(import_module(f"{__name__}.{_name}").command)
+        app.command(name=_name)(getattr(import_module(f"{__name__}.{_name}"), _name))

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-def command(
+def doctor(
     self_test: Annotated[bool, typer.Option(help="Compare the engine with stock layers on a tiny model.")] = True,
 ) -> None:
     """Show versions, devices, memory and the attention backend, and test the engine against stock Transformers."""

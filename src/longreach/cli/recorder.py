@@ -12,6 +12,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from longreach.cli import machine
 from longreach.cli.reward_file import reward_name
 from longreach.cli.runlog import KEPT_COMPLETION, KEPT_HEAD, KEPT_TAIL, LogWriter, Record, from_metrics, shortened
+from longreach.rewards.monitor import Monitor
 
 KEPT_PER_STEP = 2  # completions of a step in the log: the best and the worst
 KEPT_PER_EVAL = 8
@@ -31,19 +32,13 @@ class Display(Protocol):
     def end(self) -> None: ...
 
 
-class Monitor(Protocol):
-    """Looks at each step's rewards and metrics and returns what is suspicious: {step, kind, message, value} each."""
-
-    def __call__(self, record: Record, samples: Sequence[Record]) -> list[Record]: ...
-
-
 class Recorder(TrainerCallback):
     """Writes a ``step`` record per logged step and an ``eval`` record per evaluation, and keeps them.
 
     Args:
         log: where records go.
         display: shown every record as it is written.
-        monitor: asked for alarms at every step, or None.
+        monitor: shown every step's completions and rewards for signs of gaming, or None.
 
     Attributes:
         steps, evals, alarms: what was recorded since the start of the program.
@@ -152,7 +147,7 @@ class Recorder(TrainerCallback):
         samples, self._train_samples = self._train_samples, []
         if samples:
             record["completions"] = [_kept(sample) for sample in _best_and_worst(samples)]
-        alarms = self.monitor(record, samples) if self.monitor else []
+        alarms = self._observe(state.global_step, samples)
         if alarms:
             record["alarms"] = alarms
             self.alarms += alarms
@@ -161,6 +156,17 @@ class Recorder(TrainerCallback):
         self.display.step(record, self._eta(state))
         for alarm in alarms:
             self.display.say(f"alarm at step {alarm['step']}: {alarm['message']}")
+
+    def _observe(self, step: int, samples: Sequence[Record]) -> list[Record]:
+        """The monitor's new alarms for the completions of a step; a completion without any reward counts as unpaid."""
+        if self.monitor is None or not samples:
+            return []
+        names = list(samples[0]["rewards"])
+        components = {name: [sample["rewards"].get(name) for sample in samples] for name in names}
+        paid = [None if _unpaid(sample) else _total(sample) for sample in samples]
+        prompts = [sample["prompt"] for sample in samples]
+        completions = [sample["completion"] for sample in samples]
+        return [alarm.to_json() for alarm in self.monitor.observe(step, prompts, completions, paid, components)]
 
     def _write_eval(self, state: TrainerState, logs: dict[str, Any]) -> None:
         record: Record = {"type": "eval", "step": state.global_step, "seconds": self.seconds}
@@ -209,8 +215,16 @@ def _kept(sample: Record) -> Record:
     }
 
 
+def _total(sample: Record) -> float:
+    return sum(value or 0.0 for value in sample["rewards"].values())
+
+
+def _unpaid(sample: Record) -> bool:
+    return all(value is None for value in sample["rewards"].values())
+
+
 def _best_and_worst(samples: Sequence[Record]) -> list[Record]:
     """The first of the highest and the first of the lowest total reward; one where all are equal."""
-    totals = [sum(value or 0.0 for value in sample["rewards"].values()) for sample in samples]
+    totals = [_total(sample) for sample in samples]
     best, worst = totals.index(max(totals)), totals.index(min(totals))
     return [samples[best]] if best == worst else [samples[best], samples[worst]]

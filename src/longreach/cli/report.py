@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 
-def command(
+def report(
     run: Annotated[Path, typer.Argument(help="The folder of a run, or its log.jsonl.")],
     out: Annotated[
         Path | None, typer.Option(help="Where to write the page [default: report.html beside the log].")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 EMBEDDED = "zoo"  # the model name that means the embedded model
 
 
-def command(
+def train(
     config: Annotated[Path, typer.Argument(help="A YAML file; examples/train_grpo.yaml shows one.")],
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint of this run.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier run and its checkpoints.")] = False,
@@ -155,13 +155,15 @@ def execute(job: Job, screen: Any) -> str:
     from longreach.cli.recorder import Recorder
     from longreach.cli.runlog import LogWriter
     from longreach.cli.terminal import fail
+    from longreach.rewards.monitor import Monitor
 
     session.quiet_libraries()
     output = Path(job.arguments.output_dir)
     if job.resume is None:
         _clear(output)
     log = LogWriter(output, fresh=job.resume is None)
-    recorder = Recorder(log, display_for(screen))
+    monitor = Monitor() if job.file.method == "grpo" else None
+    recorder = Recorder(log, display_for(screen), monitor)
     try:
         trainer = _trainer(job, recorder)
     except (ValueError, OSError) as error:
