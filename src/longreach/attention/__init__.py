@@ -1,6 +1,17 @@
 """Attention over a token tree: one operation, dense blocks merged exactly by their log-sum-exp."""
 
 from .op import AttentionSpec, BlockCall, KeyValues, attention, attention_backward, attention_forward
-from .select import Backend, select, use_backend
+from .select import Backend, explain, select, use_backend
 
-__all__ = ["AttentionSpec", "Backend", "BlockCall", "KeyValues", "attention", "attention_backward", "attention_forward", "select", "use_backend"]
+__all__ = [
+    "AttentionSpec",
+    "Backend",
+    "BlockCall",
+    "KeyValues",
+    "attention",
+    "attention_backward",
+    "attention_forward",
+    "explain",
+    "select",
+    "use_backend",
+]

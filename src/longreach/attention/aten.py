@@ -19,7 +19,9 @@ class FlashForCpu:
 
     name = "aten-flash-cpu"
 
-    def unsupported(self, *, device, dtype, head_dim, value_dim, windowed, softcap) -> str | None:
+    def unsupported(
+        self, *, device, dtype, head_dim, value_dim, windowed=False, softcap=None, varlen=False
+    ) -> str | None:
         if device.type != "cpu":
             return f"runs on the CPU, not on {device.type}"
         if softcap is not None:

@@ -201,7 +201,7 @@ def attention_backward(
 
 def _forward(q_CHD: Tensor, sinks_H: Tensor | None, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
     """Run the calls and merge: lse = logaddexp(lse_a, lse_b), out = sum of out_i * exp(lse_i - lse)."""
-    C, H, _ = q_CHD.shape
+    C = len(q_CHD)
     kv = spec.kv
     wide = wide_dtype(q_CHD.dtype)
     single = len(spec.calls) == 1 and sinks_H is None
@@ -253,4 +253,5 @@ def _backend(spec: AttentionSpec, q_CHD: Tensor, v_NKW: Tensor, call: BlockCall)
         value_dim=v_NKW.shape[-1],
         windowed=call.window is not None,
         softcap=spec.softcap,
+        varlen=len(call.cu_q) > 2,
     )

@@ -17,7 +17,9 @@ class Reference:
 
     name = "reference"
 
-    def unsupported(self, *, device, dtype, head_dim, value_dim, windowed, softcap) -> str | None:
+    def unsupported(
+        self, *, device, dtype, head_dim, value_dim, windowed=False, softcap=None, varlen=False
+    ) -> str | None:
         return None
 
     def forward(self, q_QHD, k_NKD, v_NKW, cu_q, cu_k, *, causal, window, softcap, scale) -> tuple[Tensor, Tensor]:
