@@ -1,0 +1,27 @@
+"""What stands between the matrix products: fused ops, in Triton for CUDA tensors and in plain torch for the rest.
+
+These are functions, not autograd functions: whoever calls them writes the backward out, so that nothing is kept which the
+backward doesn't need. Every op computes in fp32 (fp64 for fp64 tensors) and sums in a fixed order: the same call gives the
+same bits.
+"""
+
+from .logprob import row_logprob, row_logprob_backward
+from .merge import add_rows, apply_sink, merge_blocks
+from .norm import add_rms_norm, rms_norm, rms_norm_backward
+from .rope import qk_norm_rope, qk_norm_rope_backward
+from .swiglu import swiglu, swiglu_backward
+
+__all__ = [
+    "add_rms_norm",
+    "add_rows",
+    "apply_sink",
+    "merge_blocks",
+    "qk_norm_rope",
+    "qk_norm_rope_backward",
+    "rms_norm",
+    "rms_norm_backward",
+    "row_logprob",
+    "row_logprob_backward",
+    "swiglu",
+    "swiglu_backward",
+]

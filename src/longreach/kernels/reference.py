@@ -1,0 +1,256 @@
+"""Every op in plain torch: the specification the Triton kernels are tested against, and what CPU tensors run.
+
+Arithmetic is fp32 (fp64 for fp64 inputs); results are rounded to the input's dtype where the docstring of the public op
+says so. Shape suffixes: T tokens, H hidden size or query heads, K key heads, D head size, R rotary width, F MLP width,
+C rows of a slice, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _put(out: Tensor | None, value: Tensor) -> Tensor:
+    return value if out is None else out.copy_(value)
+
+
+# --- norm ---------------------------------------------------------------------------------------------------------
+
+
+def rms_norm(
+    x_TH: Tensor, weight_H: Tensor, eps: float, *, unit_offset: bool = False, out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    x = wide(x_TH)
+    rstd_T = torch.rsqrt(x.square().mean(-1) + eps)
+    xhat = x * rstd_T[:, None]
+    if unit_offset:
+        y = xhat * (1 + wide(weight_H))
+    else:
+        y = wide(xhat.to(x_TH.dtype)) * wide(weight_H)
+    return _put(out, y.to(x_TH.dtype)), rstd_T
+
+
+def add_rms_norm(
+    x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float, *, unit_offset: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    sum_TH = (wide(x_TH) + wide(residual_TH)).to(x_TH.dtype)
+    return sum_TH, *rms_norm(sum_TH, weight_H, eps, unit_offset=unit_offset)
+
+
+def rms_norm_backward(
+    dy_TH: Tensor,
+    x_TH: Tensor,
+    weight_H: Tensor,
+    rstd_T: Tensor,
+    *,
+    unit_offset: bool = False,
+    add: Tensor | None = None,
+    need_dweight: bool = False,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    rstd = rstd_T[:, None]
+    dy, xhat = wide(dy_TH), wide(x_TH) * rstd
+    dweight_H = (dy * xhat).sum(0).to(weight_H.dtype) if need_dweight else None
+    g = dy * (wide(weight_H) + (1 if unit_offset else 0))
+    dx = rstd * (g - xhat * (g * xhat).mean(-1, keepdim=True))
+    if add is not None:
+        dx = dx + wide(add)
+    target = out if out is not None else add
+    return _put(target, dx.to(x_TH.dtype)), dweight_H
+
+
+# --- rope ---------------------------------------------------------------------------------------------------------
+
+
+def qk_norm_rope(
+    q_THD: Tensor,
+    k_TKD: Tensor,
+    cos_TR: Tensor,
+    sin_TR: Tensor,
+    q_weight_D: Tensor | None = None,
+    k_weight_D: Tensor | None = None,
+    eps: float = 1e-6,
+    unit_offset: bool = False,
+    *,
+    q_out: Tensor | None = None,
+    k_out: Tensor | None = None,
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
+    outs, stats = [], []
+    for x, weight, out in ((q_THD, q_weight_D, q_out), (k_TKD, k_weight_D, k_out)):
+        y = wide(x)
+        if weight is not None:
+            rstd = torch.rsqrt(y.square().mean(-1) + eps)
+            y = y * rstd[..., None] * (wide(weight) + (1 if unit_offset else 0))
+            stats.append(rstd)
+        outs.append(_put(out, _rotate(y, wide(cos_TR), wide(sin_TR)).to(x.dtype)))
+    return outs[0], outs[1], (stats[0], stats[1]) if stats else None
+
+
+def _rotate(x: Tensor, cos_TR: Tensor, sin_TR: Tensor, transposed: bool = False) -> Tensor:
+    """x * cos + rotate_half(x) * sin on the first R columns; `transposed` applies the transpose of that map."""
+    width = cos_TR.shape[-1]
+    cos, sin = cos_TR[:, None].to(x.dtype), sin_TR[:, None].to(x.dtype)
+    turned, rest = x[..., :width], x[..., width:]
+    if transposed:
+        a, b = (turned * sin).chunk(2, -1)
+        return torch.cat([turned * cos + torch.cat([b, -a], -1), rest], -1)
+    a, b = turned.chunk(2, -1)
+    return torch.cat([turned * cos + torch.cat([-b, a], -1) * sin, rest], -1)
+
+
+def qk_norm_rope_backward(
+    dq_THD: Tensor,
+    dk_TKD: Tensor,
+    q_THD: Tensor | None,
+    k_TKD: Tensor | None,
+    cos_TR: Tensor,
+    sin_TR: Tensor,
+    q_weight_D: Tensor | None = None,
+    k_weight_D: Tensor | None = None,
+    stats: tuple[Tensor, Tensor] | None = None,
+    unit_offset: bool = False,
+    *,
+    need_dweight: bool = False,
+    dq_out: Tensor | None = None,
+    dk_out: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    grads: list[Tensor] = []
+    dweights: list[Tensor | None] = []
+    for i, (dy, x, weight, out) in enumerate(
+        ((dq_THD, q_THD, q_weight_D, dq_out), (dk_TKD, k_TKD, k_weight_D, dk_out))
+    ):
+        g = _rotate(wide(dy), wide(cos_TR), wide(sin_TR), transposed=True)
+        dweight = None
+        if weight is not None:
+            assert x is not None and stats is not None
+            rstd = stats[i][..., None]
+            xhat = wide(x) * rstd
+            if need_dweight:
+                dweight = (g * xhat).sum((0, 1)).to(weight.dtype)
+            g = g * (wide(weight) + (1 if unit_offset else 0))
+            g = rstd * (g - xhat * (g * xhat).mean(-1, keepdim=True))
+        grads.append(_put(dy if out is None else out, g.to(dy.dtype if out is None else out.dtype)))
+        dweights.append(dweight)
+    return grads[0], grads[1], dweights[0], dweights[1]
+
+
+# --- swiglu -------------------------------------------------------------------------------------------------------
+
+# tanh's form of GELU is g * sigmoid(2u) with u = sqrt(2/pi) * (g + 0.044715 g^3), so both activations are g * sigmoid(z(g)).
+TWO_ROOT = 2 * (2 / torch.pi) ** 0.5
+CUBIC = 0.044715
+
+
+def _gated(gate: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    """The activation and its derivative."""
+    if activation == "silu":
+        z, slope = gate, torch.ones_like(gate)
+    else:
+        z = TWO_ROOT * (gate + CUBIC * gate**3)
+        slope = TWO_ROOT * (1 + 3 * CUBIC * gate.square())
+    s = torch.sigmoid(z)
+    return gate * s, s + gate * s * (1 - s) * slope
+
+
+def swiglu(gate_TF: Tensor, up_TF: Tensor, *, activation: str = "silu", out: Tensor | None = None) -> Tensor:
+    return _put(out, (_gated(wide(gate_TF), activation)[0] * wide(up_TF)).to(gate_TF.dtype))
+
+
+def swiglu_backward(
+    dh_TF: Tensor, gate_TF: Tensor, up_TF: Tensor, *, activation: str = "silu", return_h: bool = False
+) -> tuple[Tensor, ...]:
+    act, slope = _gated(wide(gate_TF), activation)
+    dh, up = wide(dh_TF), wide(up_TF)
+    dgate, dup, h = dh * up * slope, dh * act, act * up
+    gate_TF.copy_(dgate)
+    up_TF.copy_(dup)
+    if not return_h:
+        return gate_TF, up_TF
+    return gate_TF, up_TF, dh_TF.copy_(h)
+
+
+# --- merge --------------------------------------------------------------------------------------------------------
+
+
+def merge_blocks(out_a_CHD: Tensor, lse_a_HC: Tensor, out_b_CHD: Tensor, lse_b_HC: Tensor) -> None:
+    merged_HC = torch.logaddexp(lse_a_HC, lse_b_HC)
+    weight_a, weight_b = _weight(lse_a_HC, merged_HC), _weight(lse_b_HC, merged_HC)
+    a = torch.where(weight_a > 0, wide(out_a_CHD) * weight_a, 0)
+    b = torch.where(weight_b > 0, wide(out_b_CHD) * weight_b, 0)
+    out_a_CHD.copy_(a + b)
+    lse_a_HC.copy_(merged_HC)
+
+
+def apply_sink(out_CHD: Tensor, lse_HC: Tensor, sinks_H: Tensor) -> None:
+    merged_HC = torch.logaddexp(lse_HC, sinks_H.to(lse_HC.dtype)[:, None])
+    weight = _weight(lse_HC, merged_HC)
+    out_CHD.copy_(torch.where(weight > 0, wide(out_CHD) * weight, 0))
+    lse_HC.copy_(merged_HC)
+
+
+def _weight(lse_HC: Tensor, merged_HC: Tensor) -> Tensor:
+    """exp(lse - merged) as [C, H, 1]; 0 for a row that has seen no key at all, where both are -inf."""
+    weight_HC = torch.where(lse_HC == -torch.inf, 0, torch.exp(lse_HC - merged_HC))
+    return weight_HC.transpose(0, 1)[..., None]
+
+
+def add_rows(dst: Tensor, src: Tensor) -> None:
+    dst.add_(src)
+
+
+# --- logprob ------------------------------------------------------------------------------------------------------
+
+
+def row_logprob(
+    logits_CV: Tensor,
+    labels_C: Tensor,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    want_entropy: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    z_CV, _ = _scaled(logits_CV, temperature, softcap)
+    lse_C = torch.logsumexp(z_CV, -1)
+    logprob_C = z_CV.gather(1, labels_C[:, None].long())[:, 0] - lse_C
+    entropy_C = None
+    if want_entropy:
+        logp_CV = z_CV - lse_C[:, None]
+        p_CV = logp_CV.exp()
+        entropy_C = -torch.where(p_CV > 0, p_CV * logp_CV, 0).sum(-1)
+    return logprob_C, lse_C, entropy_C
+
+
+def row_logprob_backward(
+    logits_CV: Tensor,
+    labels_C: Tensor,
+    lse_C: Tensor,
+    dlogprob_C: Tensor,
+    dentropy_C: Tensor | None = None,
+    entropy_C: Tensor | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+) -> Tensor:
+    z_CV, slope = _scaled(logits_CV, temperature, softcap)
+    logp_CV = z_CV - lse_C[:, None]
+    p_CV = logp_CV.exp()
+    dlogprob = dlogprob_C.to(z_CV.dtype)[:, None]
+    dz_CV = -p_CV * dlogprob
+    if dentropy_C is not None:
+        assert entropy_C is not None
+        term = torch.where(p_CV > 0, p_CV * (logp_CV + entropy_C[:, None]), 0)
+        dz_CV -= dentropy_C.to(z_CV.dtype)[:, None] * term
+    dz_CV.scatter_add_(1, labels_C[:, None].long(), dlogprob)
+    return logits_CV.copy_(dz_CV * slope)
+
+
+def _scaled(logits_CV: Tensor, temperature: float, softcap: float | None) -> tuple[Tensor, Tensor | float]:
+    """z = softcap(logits) / temperature and dz/dlogits."""
+    x = wide(logits_CV)
+    if softcap is None:
+        return x / temperature, 1 / temperature
+    t = torch.tanh(x / softcap)
+    return softcap * t / temperature, (1 - t * t) / temperature
