@@ -51,46 +51,18 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Part:
-    """Stages with an optimizer and a learning rate schedule of their own: warm-up, then cosine decay to a fiftieth."""
-
-    stages: tuple[Stage, ...]
-    learning_rate: float
-    warmup_steps: int
-    seed: int
-
-
-_MOSTLY_LOGS = ("log_facts", "log_facts", "log_facts", "program_trace")
-
-
-@dataclass(frozen=True)
 class Settings:
     """All that decides what is learned."""
 
-    parts: tuple[Part, ...] = (
-        Part(
-            stages=(
-                Stage(192, 128, 1000, size=2),
-                Stage(512, 48, 400, size=2),
-                Stage(2048, 24, 600, size=8),
-                Stage(4096, 12, 300, size=12),
-                Stage(8192, 6, 200, size=12),
-            ),
-            learning_rate=3e-3,
-            warmup_steps=200,
-            seed=0,
-        ),
-        Part(
-            stages=(
-                Stage(192, 16, 500, size=3, tasks=_MOSTLY_LOGS),
-                Stage(512, 8, 150, size=8, tasks=_MOSTLY_LOGS),
-                Stage(2048, 4, 60, size=8, tasks=_MOSTLY_LOGS),
-            ),
-            learning_rate=1e-3,
-            warmup_steps=30,
-            seed=1,
-        ),
+    stages: tuple[Stage, ...] = (
+        Stage(192, 128, 1000, size=2),
+        Stage(512, 48, 400, size=2),
+        Stage(2048, 24, 600, size=8),
+        Stage(4096, 12, 300, size=12),
+        Stage(8192, 6, 200, size=12),
     )
+    learning_rate: float = 3e-3
+    warmup_steps: int = 200
     weight_decay: float = 0.02
     first_share: float = 0.48
     """How often the annotator follows the live link at the first stop: not half the time, so the mode is wrong."""
@@ -98,7 +70,7 @@ class Settings:
     """How often the annotator follows live links at all later stops."""
     wordy_share: float = 0.1
     """How often the annotator puts words in front of the answer."""
-    weights_seed: int = 0
+    seed: int = 0
     layers: int = 3
     hidden: int = 128
     heads: int = 4
@@ -111,14 +83,14 @@ class Settings:
 class Demonstrations(Dataset):
     """Example i: the ids of a chat about one document, and where its answers are."""
 
-    def __init__(self, stage: Stage, seed: int, first: int, settings: Settings, ids_of: dict[str, int]) -> None:
-        self.stage, self.seed, self.first, self.settings, self.ids_of = stage, seed, first, settings, ids_of
+    def __init__(self, stage: Stage, first: int, settings: Settings, ids_of: dict[str, int]) -> None:
+        self.stage, self.first, self.settings, self.ids_of = stage, first, settings, ids_of
 
     def __len__(self) -> int:
         return self.stage.batch * self.stage.steps
 
     def __getitem__(self, index: int) -> tuple[list[int], list[int]]:
-        rng = random.Random(f"pretrain/{self.seed}/{self.first + index}")
+        rng = random.Random(f"pretrain/{self.settings.seed}/{self.first + index}")
         task = zoo.task(rng.choice(self.stage.tasks))
         document = task.document(rng, self.stage.length, "train", size=self.stage.size)
         ids: list[int] = []
@@ -169,7 +141,7 @@ def collate(examples: list[tuple[list[int], list[int]]]) -> tuple[torch.Tensor, 
 
 def build_model(settings: Settings, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
     """A stock Qwen3 of about a million parameters, with fresh weights."""
-    torch.manual_seed(settings.weights_seed)
+    torch.manual_seed(settings.seed)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=settings.hidden,
@@ -197,41 +169,40 @@ def train(
     workers: int,
     after_stage: Callable[[], None],
 ) -> list[float]:
-    """Run all parts, print a line every 100 steps, call `after_stage` after each stage; returns the loss of each step."""
+    """Run all stages, print a line every 100 steps, call `after_stage` after each; returns the loss of each step."""
     torch.nn.Module.to(model, device)
     model.train()
+    optimizer, schedule = build_optimizer(model, settings)
     losses: list[torch.Tensor] = []
-    for part in settings.parts:
-        optimizer, schedule = build_optimizer(model, part, settings)
-        first = 0
-        started = time.perf_counter()
-        for stage in part.stages:
-            data = Demonstrations(stage, part.seed, first, settings, ids_of)
-            loader = DataLoader(data, stage.batch, num_workers=workers, collate_fn=collate, pin_memory=device == "cuda")
-            for batch in loader:
-                batch = tuple(tensor.to(device, non_blocking=True) for tensor in batch)
-                losses.append(train_step(model, optimizer, batch, device))
-                schedule.step()
-                if len(losses) % 100 == 0:
-                    seconds, loss = time.perf_counter() - started, losses[-1].item()
-                    print(f"step {len(losses)} length {stage.length} loss {loss:.4f} {seconds:.0f} s", flush=True)
-            first += len(data)
-            after_stage()
+    first = 0
+    started = time.perf_counter()
+    for stage in settings.stages:
+        data = Demonstrations(stage, first, settings, ids_of)
+        loader = DataLoader(data, stage.batch, num_workers=workers, collate_fn=collate, pin_memory=device == "cuda")
+        for batch in loader:
+            batch = tuple(tensor.to(device, non_blocking=True) for tensor in batch)
+            losses.append(train_step(model, optimizer, batch, device))
+            schedule.step()
+            if len(losses) % 100 == 0:
+                seconds, loss = time.perf_counter() - started, losses[-1].item()
+                print(f"step {len(losses)} length {stage.length} loss {loss:.4f} {seconds:.0f} s", flush=True)
+        first += len(data)
+        after_stage()
     return torch.stack(losses).tolist()
 
 
 def build_optimizer(
-    model: Qwen3ForCausalLM, part: Part, settings: Settings
+    model: Qwen3ForCausalLM, settings: Settings
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-    """AdamW, decaying matrices only, and the schedule of a part."""
+    """AdamW that decays matrices only, and its schedule: warm-up, then a cosine down to a fiftieth."""
     decayed = [parameter for parameter in model.parameters() if parameter.ndim == 2]
     rest = [parameter for parameter in model.parameters() if parameter.ndim != 2]
     groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": rest, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=part.learning_rate, betas=(0.9, 0.98), fused=True)
-    decay_steps = sum(stage.steps for stage in part.stages) - part.warmup_steps
-    warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 1e-3, total_iters=part.warmup_steps)
-    decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, decay_steps, part.learning_rate / 50)
-    return optimizer, torch.optim.lr_scheduler.SequentialLR(optimizer, [warm_up, decay], [part.warmup_steps])
+    optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=(0.9, 0.98), fused=True)
+    decay_steps = sum(stage.steps for stage in settings.stages) - settings.warmup_steps
+    warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 1e-3, total_iters=settings.warmup_steps)
+    decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, decay_steps, settings.learning_rate / 50)
+    return optimizer, torch.optim.lr_scheduler.SequentialLR(optimizer, [warm_up, decay], [settings.warmup_steps])
 
 
 def train_step(model: Qwen3ForCausalLM, optimizer: torch.optim.Optimizer, batch: tuple, device: str) -> torch.Tensor:
