@@ -18,7 +18,7 @@ FORBIDDEN = {
         "|".join(["py" + r"pi\.org", "python" + r"hosted\.org", "npm" + r"js\.(?:com|org)"])
     ),
     "an index option": re.compile("--(?:extra-)?" + "index-url"),
-    "a path of one machine": re.compile(r"(?<![\w.])/(?:" + "wo" + r"rk|ro" + r"ot|ho" + r"me/\w+)/"),
+    "a path of one machine": re.compile(r"(?<![\w.}])/(?:" + "wo" + r"rk|ro" + r"ot|ho" + r"me/\w+)/"),
     "an environment variable of our own": re.compile(r"\bLONG" + r"REACH_[A-Z]"),
 }
 
