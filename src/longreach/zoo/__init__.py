@@ -1,6 +1,8 @@
 """An embedded model of a few megabytes and verifiable long-context tasks: all the demo needs, with no download.
 
 `task(name)` and `tasks()` give the tasks, `model_path()` the folder to hand to `AutoModelForCausalLM.from_pretrained`.
+On prompts of 2,048 tokens the embedded model is right about one time in four on `program_trace`, the demo's task. On
+`log_facts` it reads a host's port but seldom finds the host, so that it is right about one time in thirty.
 """
 
 from pathlib import Path
