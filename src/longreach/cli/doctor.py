@@ -17,7 +17,12 @@ def doctor(
     from longreach.cli.terminal import console
 
     screen = console()
-    for title, rows in (("Versions", _versions), ("Machine", _machine), ("Attention", _attention)):
+    for title, rows in (
+        ("Versions", _versions),
+        ("Machine", _machine),
+        ("Attention", _attention),
+        ("Untrusted code", _isolation),
+    ):
         _show(screen, title, rows())
     if self_test and not _self_test(screen):
         raise typer.Exit(1)
@@ -77,17 +82,31 @@ def _attention() -> list[tuple[str, str]]:
 
 
 def _backend(device: Any, dtype: Any, head_dim: int, softcap: float | None = None) -> str:
-    from longreach.attention.select import BACKENDS
+    """The backend that will run, and why those before it in order of preference can't."""
+    from longreach.attention.select import explain
 
     passed_over: list[str] = []
-    for backend in BACKENDS:
-        reason = backend.unsupported(
-            device=device, dtype=dtype, head_dim=head_dim, value_dim=head_dim, windowed=False, softcap=softcap
-        )
+    for name, reason in explain(device, dtype, head_dim, softcap=softcap):
         if reason is None:
-            return backend.name + "".join(f"; {text}" for text in passed_over)
-        passed_over.append(f"{backend.name} {reason}")
+            return name + "".join(f"; {text}" for text in passed_over)
+        passed_over.append(f"{name} {reason}")
     return "none: " + "; ".join(passed_over)
+
+
+def _isolation() -> list[tuple[str, str]]:
+    """The isolation that the rewards' sandbox reaches on this machine, and what keeps it from a higher one."""
+    import warnings
+
+    from longreach.rewards import Sandbox, Tier
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # a low tier is what we are here to show
+        with Sandbox(min_tier=Tier.none, workers=1) as sandbox:
+            rows = [("isolation tier", sandbox.tier.name)]
+            rows += [("passed over", note) for note in sandbox.notes]
+    if sandbox.tier < Tier.lsm:
+        rows.append(("", "rewards that run code refuse less than lsm, unless min_tier says so"))
+    return rows
 
 
 def _self_test(screen: Console) -> bool:
