@@ -202,7 +202,10 @@ def qk_norm_rope(
     y_TKD = torch.empty(k_TKD.shape, dtype=k_TKD.dtype, device=k_TKD.device) if k_out is None else k_out
     stats = None
     if q_weight_D is not None:
-        stats = tuple(torch.empty(x.shape[:2], dtype=torch.float32, device=x.device) for x in (q_THD, k_TKD))
+        stats = (
+            torch.empty(q_THD.shape[:2], dtype=torch.float32, device=q_THD.device),
+            torch.empty(k_TKD.shape[:2], dtype=torch.float32, device=k_TKD.device),
+        )
     # Without a norm these four pointers are never read; any tensor stands in for them.
     norm = (cos_TR,) * 4 if stats is None else (q_weight_D, k_weight_D, *stats)
     launch(

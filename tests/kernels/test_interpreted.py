@@ -1,0 +1,46 @@
+"""Triton kernels, interpreted, against the plain-torch reference in fp64 on the same values."""
+
+import pytest
+import torch
+
+from longreach.kernels import dispatch
+from longreach.kernels.jit import norm
+
+from . import cases
+
+CASES = cases.small()
+
+# Rounding of results to their dtype. The interpreter cuts bf16 instead of rounding it: twice the error.
+EPSILON = {torch.float32: 4e-6, torch.float16: 2**-10, torch.bfloat16: 2**-6}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_against_fp64(name: str, dtype: torch.dtype) -> None:
+    with dispatch.use("jit"):
+        ours = CASES[name]("cpu", dtype)
+    exact = CASES[name]("cpu", torch.float64)
+    for i, (x, y) in enumerate(zip(ours, exact, strict=True)):
+        assert x.dtype in (dtype, torch.float32)
+        x64 = x.double()
+        same = x64 == y  # infinities too
+        error = torch.where(same, 0, (x64 - y).abs())
+        # A result that is the sum of a few rounded terms errs by those terms' rounding, however small it is itself.
+        bound = EPSILON[dtype] * (y.abs() + y[y.isfinite()].abs().max() / 4 + 1e-3)
+        assert bool((error <= bound).all()), f"result {i}: {(error / bound).max():.3g} of the bound"
+
+
+def test_weight_gradient_over_more_rows_than_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(norm, "PARTIALS", 4)
+    case = cases.norm(19, 24, False)
+    with dispatch.use("jit"):
+        ours = case("cpu", torch.float32)
+    for x, y in zip(ours, case("cpu", torch.float64), strict=True):
+        torch.testing.assert_close(x.double(), y, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", ["norm-80", "norm-rope-96-96", "merge-80", "logprob-8193"])
+def test_same_bits_twice(name: str) -> None:
+    with dispatch.use("jit"):
+        first, second = CASES[name]("cpu", torch.float16), CASES[name]("cpu", torch.float16)
+    assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
