@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels import apply_sink, merge_blocks
 from .select import Backend, select
 
 
@@ -200,11 +201,10 @@ def attention_backward(
 
 
 def _forward(q_CHD: Tensor, sinks_H: Tensor | None, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
-    """Run the calls and merge: lse = logaddexp(lse_a, lse_b), out = sum of out_i * exp(lse_i - lse)."""
-    C = len(q_CHD)
+    """Run the calls and merge their outputs, and the sink, through their lse."""
     kv = spec.kv
-    wide = wide_dtype(q_CHD.dtype)
-    single = len(spec.calls) == 1 and sinks_H is None
+    # Rounded after every merge, so outputs wait in fp32 unless there is only one merge to come.
+    wide = wide_dtype(q_CHD.dtype) if len(spec.calls) + (sinks_H is not None) > 2 else q_CHD.dtype
     out_CHW = lse_HC = None
     for call in spec.calls:
         rows = slice(call.q0, call.q1)
@@ -213,28 +213,17 @@ def _forward(q_CHD: Tensor, sinks_H: Tensor | None, spec: AttentionSpec) -> tupl
             q_CHD[rows], _gather(kv.k_TKD, call), v_NKW, call.cu_q, call.cu_k,
             causal=call.causal, window=call.window, softcap=spec.softcap, scale=spec.scale,
         )  # fmt: skip
-        if single:
-            return out, lse
         if out_CHW is None:
             # The first call is the chunk's own block: it covers every query, so all rows are set here.
-            assert call.q0 == 0 and call.q1 == C
+            assert call.q0 == 0 and call.q1 == len(q_CHD)
             out_CHW, lse_HC = out.to(wide), lse
             continue
         assert lse_HC is not None
-        merged = torch.logaddexp(lse_HC[:, rows], lse)
-        out_CHW[rows] *= _weight(lse_HC[:, rows], merged)
-        out_CHW[rows] += out * _weight(lse, merged)
-        lse_HC[:, rows] = merged
+        merge_blocks(out_CHW[rows], lse_HC[:, rows], out, lse)
     assert out_CHW is not None and lse_HC is not None
     if sinks_H is not None:
-        merged = torch.logaddexp(lse_HC, sinks_H.to(wide)[:, None])
-        out_CHW *= _weight(lse_HC, merged)
-        lse_HC = merged
+        apply_sink(out_CHW, lse_HC, sinks_H)
     return out_CHW.to(q_CHD.dtype), lse_HC
-
-
-def _weight(lse_HC: Tensor, merged_HC: Tensor) -> Tensor:
-    return torch.exp(lse_HC - merged_HC).transpose(0, 1)[..., None]
 
 
 def _gather(x_TKD: Tensor, call: BlockCall) -> Tensor:
