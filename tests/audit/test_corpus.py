@@ -133,6 +133,7 @@ def test_private_splits_are_reproducible_and_different():
     one, again, other = private_split(11), private_split(11), private_split(12)
     assert one.digest == again.digest != other.digest
     assert (one.split, one.seed) == ("private", 11)
+    assert [t.prompt for t in one.tasks] != [t.prompt for t in other.tasks]
     for public, private in zip(PUBLIC.tasks, one.tasks):
         assert [s.id for s in public.exploits] == [s.id for s in private.exploits]
         if public.id != "option-letter":
