@@ -8,6 +8,7 @@ import types
 import pytest
 import torch
 import trl
+import trl.trainer.utils
 from datasets import Dataset, IterableDataset
 
 import longreach.trainers as ours
@@ -122,6 +123,9 @@ def test_prompts_longer_than_allowed(tmp_path, caplog):
     assert make(tmp_path, max_length=24).train_dataset.num_rows == 32
 
 
+@pytest.mark.skipif(
+    not hasattr(trl.trainer.utils, "repeat_iterable_dataset"), reason="this TRL has no streamed data in GRPOTrainer"
+)
 def test_streamed_prompts_longer_than_allowed(tmp_path):
     streamed = tiny.prompts().to_iterable_dataset()
     with pytest.raises(ours.OverlongPromptError, match=r"a prompt of this batch has 1[34] tokens"):

@@ -45,8 +45,8 @@ class StopAt(tiny.T.TrainerCallback):
             dict(steps_per_generation=4, num_iterations=2, stop=3), marks=pytest.mark.slow, id="in a generation"
         ),
         pytest.param(dict(rows=8, stop=3), marks=pytest.mark.slow, id="in the second epoch"),  # an epoch has 2 steps
-        # an epoch has 4 steps and one round of generation
-        pytest.param(dict(rows=8, steps_per_generation=4, num_iterations=2, steps=7, stop=5), id="in both"),
+        # an epoch has 4 steps and two rounds of generation; the resumed run still draws one of them
+        pytest.param(dict(rows=16, steps_per_generation=4, steps=7, stop=5), id="in both"),
         pytest.param(dict(rows=8, stop=4), marks=pytest.mark.slow, id="between epochs"),
     ],
 )
