@@ -28,8 +28,8 @@ test-matrix: $(VENV)-oldest/.installed $(VENV)-newest/.installed
 	$(VENV)-newest/bin/pytest $(MATRIX_TESTS)
 
 lint: $(STAMP)
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+	$(BIN)/ruff check src tests bench examples
+	$(BIN)/ruff format --check src tests bench examples
 	$(BIN)/mypy
 	$(BIN)/pytest tests/test_imports.py tests/test_names.py
 

@@ -152,7 +152,9 @@ def _held_out(evals: Sequence[Record]) -> list[Record]:
 
 
 def _show(value: Any) -> str:
-    """A prompt or completion as text: plain text as it is, messages one after the other with their roles."""
+    """A prompt or completion as text: a text or a single message as it is, several messages with their roles."""
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict):
+        return _show(value[0].get("content", ""))
     if isinstance(value, list) and all(isinstance(message, dict) for message in value):
         return "\n".join(f"[{message.get('role', '?')}] {_show(message.get('content', ''))}" for message in value)
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -117,6 +117,7 @@ def _figure(
                 opacity=0.45 if line.faint else 1.0,
                 line={"width": 1.2 if line.faint else 2.4, "dash": line.dash},
                 marker={"size": 8},
+                cliponaxis=False,
                 meta={"role": line.role},
                 hovertemplate=f"%{{y:.4~g}}{suffix}<extra>{html.escape(line.name)}</extra>",
             )
@@ -133,6 +134,7 @@ def _figure(
             "zeroline": False,
             "range": y_range,
             "rangemode": "tozero" if from_zero else "normal",
+            "exponentformat": "e",
         },
     )
     return figure.to_json()
