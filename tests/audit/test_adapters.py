@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from longreach.audit import audit, from_inspect, from_verifiers, load_corpus
+from longreach.audit import audit, from_inspect, from_verifiers, from_verifiers_task, load_corpus
 from longreach.audit.adapters import AdapterError
 
 ROOTS = load_corpus().select(tasks={"roots"})
@@ -42,6 +42,8 @@ def test_wrong_objects_are_refused():
         from_verifiers(3)
     with pytest.raises(AdapterError, match="scorer: got int"):
         from_inspect(3)
+    with pytest.raises(AdapterError, match="task: got 3"):
+        from_verifiers_task(3)
 
 
 def test_the_real_verifiers_rubric():
@@ -53,6 +55,21 @@ def test_the_real_verifiers_rubric():
         return float(f"boxed{{{answer}}}" in completion[-1]["content"])
 
     card = audit(from_verifiers(verifiers.Rubric(funcs=[right], weights=[2.0])), ROOTS, kinds=["maths"])
+    assert card.har.share == 1.0 and max(f.control_reward for f in card.findings) == 2.0
+
+
+def test_the_real_verifiers_task():
+    vf = pytest.importorskip("verifiers.v1", reason="no verifiers with tasks (verifiers.v1) is installed")
+
+    class Data(vf.TaskData):
+        gold: str
+
+    class Roots(vf.Task[Data]):
+        @vf.reward(weight=2.0)
+        async def right(self, task, trace) -> float:
+            return float(f"boxed{{{task.gold}}}" in trace.last_reply)
+
+    card = audit(from_verifiers_task(Roots, columns={"gold": "answer"}), ROOTS, kinds=["maths"])
     assert card.har.share == 1.0 and max(f.control_reward for f in card.findings) == 2.0
 
 

@@ -5,7 +5,7 @@ of tasks with honest solutions, wrong ones and exploits, and returns a result ca
 Nothing here imports torch or the rest of the package.
 """
 
-from longreach.audit.adapters import from_inspect, from_verifiers
+from longreach.audit.adapters import from_inspect, from_verifiers, from_verifiers_task
 from longreach.audit.card import Card
 from longreach.audit.loader import load_corpus, private_split
 from longreach.audit.manifest import CorpusError, seal
@@ -23,6 +23,7 @@ __all__ = [
     "audit",
     "from_inspect",
     "from_verifiers",
+    "from_verifiers_task",
     "load_corpus",
     "private_split",
     "seal",

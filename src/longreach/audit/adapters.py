@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 RewardFunction = Callable[..., list[float | None]]
@@ -50,6 +50,46 @@ def from_verifiers(rubric: Any, *, answer: str = "answer") -> RewardFunction:
         return float(state["reward"])
 
     return _per_completion(score, type(rubric).__name__)
+
+
+def from_verifiers_task(task: type, *, columns: Mapping[str, str] | None = None) -> RewardFunction:
+    """A reward function from a ``verifiers.v1.Task`` class, whose ``@reward`` methods score a trace.
+
+    Each completion becomes a two-message trace (the prompt, and the completion as sampled by the model) that is scored
+    without a runtime, so rewards that need one are left out, as the library documents. Fields of the task's data are
+    filled from the columns of the same name.
+
+    Args:
+        columns: field of the data -> column, where the names differ.
+
+    Raises:
+        AdapterError: if ``task`` is no Task class.
+        ImportError: if ``verifiers`` is not installed, or a version without ``verifiers.v1``.
+    """
+    if not (isinstance(task, type) and callable(getattr(task, "data_type", None))):
+        raise AdapterError(f"task: got {task!r}; it must be a subclass of verifiers.v1.Task")
+    from verifiers.v1.configs.agent import AgentConfig
+    from verifiers.v1.graph import MessageNode
+    from verifiers.v1.trace import AgentInfo, Trace, TraceTask
+    from verifiers.v1.types import AssistantMessage, UserMessage
+
+    data_type: Any = task.data_type()  # type: ignore[attr-defined]
+
+    async def score(prompt: Any, completion: Any, row: dict[str, Any]) -> float:
+        question = _text(prompt)
+        named = row | {field: row[column] for field, column in (columns or {}).items()}
+        fields = {name: value for name, value in named.items() if name in data_type.model_fields}
+        data = data_type(**fields | {"prompt": question})
+        nodes = [
+            MessageNode(message=UserMessage(content=question)),
+            MessageNode(parent=0, message=AssistantMessage(content=_text(completion)), sampled=True),
+        ]
+        agent = AgentInfo(config=AgentConfig())
+        trace = Trace(task=TraceTask(type=task.__name__, data=data), agent=agent, nodes=nodes)
+        await task(data).score(trace)
+        return float(trace.reward)
+
+    return _per_completion(score, task.__name__)
 
 
 def from_inspect(
