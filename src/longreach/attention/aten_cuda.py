@@ -78,6 +78,7 @@ class CudnnAttention:
             dout, out = (_rows(padded(x[rows], v.shape[-1]), q.shape[2]) for x in (dout_QHW, out_QHW))
             # Rows of padding have q = dout = 0, so whatever their lse, they add nothing.
             lse = torch.nn.functional.pad(lse_HQ[:, rows], (0, q.shape[2] - n)).contiguous()[None]
+            lse = lse[..., None] if _cudnn_lse_has_size() else lse
             seed = _no_dropout(q.device)
             with deterministic_kernels(self.deterministic):
                 dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
@@ -189,6 +190,11 @@ class EfficientAttention:
     def backward(
         self, dout_QHW, q_QHD, k_NKD, v_NKW, out_QHW, lse_HQ, cu_q, cu_k, *, causal, window, softcap, scale
     ) -> tuple[Tensor, Tensor, Tensor]:
+        if window is not None and cu_q != cu_k:
+            return self._backward_of_square(
+                dout_QHW, q_QHD, k_NKD, v_NKW, out_QHW, lse_HQ, cu_q, cu_k,
+                causal=causal, window=window, softcap=softcap, scale=scale,
+            )  # fmt: skip
         H, K, one = q_QHD.shape[1], k_NKD.shape[1], len(cu_q) == 2
         q, k, v, dout, out = (padded(x, rounded(x.shape[-1], 8)) for x in (q_QHD, k_NKD, v_NKW, dout_QHW, out_QHW))
         # The kernel takes any strides but those of `out`, whose rows it expects one after the other.
@@ -207,6 +213,20 @@ class EfficientAttention:
         dq, dk, dv = _by_keys(run, k, v, split=one and not causal)
         return dq[..., : q_QHD.shape[-1]], dk[..., : k_NKD.shape[-1]], dv[..., : v_NKW.shape[-1]]
 
+    def _backward_of_square(
+        self, dout_QHW, q_QHD, k_NKD, v_NKW, out_QHW, lse_HQ, cu_q, cu_k, **mask
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The kernel gets dq wrong where a window meets fewer queries than keys: rows of no weight make each pair square."""
+        rows = _last_rows(cu_q, cu_k, q_QHD.device)
+
+        def spread(x: Tensor, fill: float) -> Tensor:
+            return x.new_full((cu_k[-1], *x.shape[1:]), fill).index_copy_(0, rows, x)
+
+        dout, q, out = (spread(x, 0.0) for x in (dout_QHW, q_QHD, out_QHW))
+        lse = spread(lse_HQ.transpose(0, 1), float("inf")).transpose(0, 1)
+        dq, dk, dv = self.backward(dout, q, k_NKD, v_NKW, out, lse, cu_k, cu_k, **mask)
+        return dq.index_select(0, rows), dk, dv
+
 
 def _unsupported(device, dtype, dtypes, softcap) -> str | None:
     if device.type != "cuda":
@@ -219,6 +239,14 @@ def _unsupported(device, dtype, dtypes, softcap) -> str | None:
 
 def _lengths(cu_q: tuple[int, ...], cu_k: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, int, int]:
     return on_device(cu_q, device), on_device(cu_k, device), longest(cu_q), longest(cu_k)
+
+
+@functools.lru_cache(maxsize=1024)
+def _last_rows(cu_q: tuple[int, ...], cu_k: tuple[int, ...], device: torch.device) -> Tensor:
+    """Where each query stands among its pair's keys if the last of both are aligned; int64, copied once."""
+    pairs = zip(itertools.pairwise(cu_q), cu_k[1:])
+    rows = torch.cat([torch.arange(end - (b - a), end) for (a, b), end in pairs])
+    return rows.pin_memory().to(device, non_blocking=True)
 
 
 @functools.lru_cache(maxsize=16)
@@ -261,6 +289,13 @@ def _cudnn_pair(q_QHD, k_NKD, v_NKW, cu_q, cu_k, i: int, causal: bool) -> tuple[
     n = len(q)
     q, k, v = (padded(x, rounded(x.shape[-1], 8)) for x in (q, k, v))
     return n, _rows(q, q_rows), _rows(k, k_rows), _rows(v, k_rows)
+
+
+@functools.lru_cache(maxsize=1)
+def _cudnn_lse_has_size() -> bool:
+    """Whether this PyTorch's cuDNN ops know the lse as [1, H, Q, 1], not [1, H, Q]: asked without a device."""
+    x = torch.empty(1, 1, 8, 8, dtype=torch.float16, device="meta")
+    return aten._scaled_dot_product_cudnn_attention(x, x, x, None, True)[1].dim() == 4
 
 
 def _rows(x: Tensor, rows: int) -> Tensor:
