@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import importlib
 
 import pytest
 import torch
@@ -178,14 +180,19 @@ def test_parity_holds(name, dtype):
     check_parity(model, engine_of(model))
 
 
-def test_parity_failure_stops_with_the_difference(monkeypatch):
-    """A wrong attention scale, as a broken kernel would give."""
-    from longreach.context import install
+@pytest.mark.parametrize("name, where", [("qwen3", "fused"), ("olmo2", "install")])
+def test_parity_failure_stops_with_the_difference(monkeypatch, name, where):
+    """A wrong attention scale, as a broken kernel would give: in the hand-written layer and in the general path."""
+    module = importlib.import_module(f"longreach.context.{where}")
+    good = module.AttentionSpec
 
-    good = install.AttentionSpec
-    monkeypatch.setattr(install, "AttentionSpec", lambda **kw: good(**{**kw, "scale": kw["scale"] * 1.05}))
-    with pytest.raises(ParityError, match=r"parity check failed for 'qwen3' in float32: .* nats per token"):
-        enable(build("qwen3", torch.float32, lora=True))
+    def broken(*args, **kwargs):
+        spec = good(*args, **kwargs)
+        return dataclasses.replace(spec, scale=spec.scale * 1.05)
+
+    monkeypatch.setattr(module, "AttentionSpec", broken)
+    with pytest.raises(ParityError, match=rf"parity check failed for '{name}' in float32: .* nats per token"):
+        enable(build(name, torch.float32, lora=True))
 
 
 def test_parity_is_checked_again_when_an_adapter_joins(monkeypatch):

@@ -24,8 +24,8 @@ from transformers import AttentionInterface
 from ..attention import AttentionSpec, attention
 from .kv import CHUNK_KWARG, ChunkContext
 from .layer import LayerCall, Run, run_layer
-from .offload import POLICIES
-from .support import TESTED, UnsupportedModelError, check_supported
+from .offload import POLICIES, HostPool
+from .support import TESTED, UnsupportedModelError, check_supported, check_window
 from .tree import Layout, Segment, TokenTree
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ def chunk_attention(
         )
     if kwargs.get("indices") is not None:
         raise UnsupportedModelError(f"{type(module).__name__} picks keys by index; sparse indexers can't run in chunks")
-    _check_window(module, sliding_window)
+    check_window(module, sliding_window)
     if torch.is_autocast_enabled(query.device.type):  # as for PyTorch's own attention
         query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
     q_CHD, k_CKD, v_CKW = (x[0].transpose(0, 1) for x in (query, key, value))
@@ -69,21 +69,11 @@ def chunk_attention(
         calls=context.chunk.calls(sliding_window),
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         softcap=softcap,
+        saved=context.saved,
     )
-    out_CHW, _ = attention(q_CHD, k_CKD, v_CKW, spec, s_aux)
+    out_CHW, lse_HC = attention(q_CHD, k_CKD, v_CKW, spec, s_aux)
+    context.attended = (out_CHW.detach(), lse_HC)
     return out_CHW[None], None
-
-
-def _check_window(module: nn.Module, window: int | None) -> None:
-    """A sliding layer whose window reaches attention only through the mask would silently see everything."""
-    config: Any = getattr(module, "config", None)
-    layer_types = getattr(config, "layer_types", None)
-    index = getattr(module, "layer_idx", None)
-    if window is None and layer_types and index is not None and layer_types[index] == "sliding_attention":
-        raise UnsupportedModelError(
-            f"layer {index} of {config.model_type!r} is a sliding window, but {type(module).__name__} does not pass "
-            "`sliding_window` to the attention function: its window lives only in the mask. Train it with stock TRL."
-        )
 
 
 AttentionInterface.register(ATTENTION, chunk_attention)
@@ -96,6 +86,7 @@ class Options:
     chunk: int
     offload: str
     save_attention: bool
+    fuse: bool = True  # hand-written layers where there is one; tests compare with the module itself
 
 
 class Engine:
@@ -118,6 +109,7 @@ class Engine:
             )
         self.index = {layer: i for i, layer in enumerate(self.layers)}
         self.options = options
+        self.pool = HostPool()
         self.paused = False
         self.checked: frozenset[str] | None = None  # trainable parameters that the parity check has seen
         self.pending: Run | None = None
@@ -139,17 +131,21 @@ class Engine:
         return {i: modules[0] for i, modules in found.items() if modules}
 
     def make_run(self, layout: Layout, *, compact: bool, backward: bool, router_logits: bool = False) -> Run:
-        return Run(
+        run = Run(
             layout=layout,
             chunk=self.options.chunk,
-            inputs=POLICIES[self.options.offload](),
             layers=len(self.layers),
             compact=compact,
             backward=backward,
+            save_attention=self.options.save_attention,
+            fuse=self.options.fuse,
             replay_dropout=any(isinstance(m, nn.Dropout) and m.p > 0 and m.training for m in self.decoder.modules()),
             resumed=self._resumed,
             routers=self.routers if router_logits else {},
         )
+        if backward and self.options.offload == "host":
+            run.lease = self.pool.lease(run)
+        return run
 
     @contextlib.contextmanager
     def _resumed(self, run: Run) -> Iterator[None]:
@@ -228,11 +224,13 @@ class Engine:
         if output is None:  # the forward raised
             return None
         hidden = output.last_hidden_state if run.backward else output.last_hidden_state.detach()
-        run.hidden = hidden
-        if scatter is not None:
+        if scatter is None:
+            run.hidden = hidden
+        else:
             hidden = _to_rows(hidden[0], *scatter)
             if run.router_logits:
                 output.router_logits = tuple(_to_rows(x, *scatter).flatten(0, 1) for x in run.router_logits)
+                run.router_logits = []
         output.last_hidden_state = hidden
         return output
 
@@ -258,7 +256,9 @@ class Engine:
         cache_name = "cache" if "cache" in kwargs else "past_key_values"
         layer_types = getattr(self.config, "layer_types", None)
         linear = layer_types is not None and layer_types[index] == "linear_attention"
-        return run_layer(LayerCall(self.run, index, layer, call, kwargs, linear, cache_name), args[0])
+        return run_layer(
+            LayerCall(self.run, index, layer, call, kwargs, linear, cache_name, _compute_dtype(args[0])), args[0]
+        )
 
     # ---- a plain call of the user's: padded rows in, padded rows out, no padding in between
 
@@ -318,6 +318,12 @@ def rows_layout(valid_BS: Tensor, positions_BS: Tensor | None, packed: bool) -> 
 def _to_rows(x_TE: Tensor, take: Tensor, B: int, S: int) -> Tensor:
     """[T, …] packed -> [B, S, …], zeros at padding."""
     return x_TE.new_zeros(B * S, *x_TE.shape[1:]).index_copy(0, take, x_TE).unflatten(0, (B, S))
+
+
+def _compute_dtype(hidden: Tensor) -> torch.dtype:
+    """What matrix products run in: autocast's dtype, or the hidden state's."""
+    device = hidden.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
 
 
 def _leaves(x: Any) -> list[Any]:

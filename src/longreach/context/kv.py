@@ -32,11 +32,13 @@ class StopForward(Exception):
 class ChunkContext:
     """Travels as a keyword argument through one call of an attention layer on one chunk, to the attention function.
 
-    With `stop` the attention function only stores the keys and values, and ends the call.
+    With `stop` the attention function only stores the keys and values, and ends the call. `saved` is what it gave before, so
+    that it need not compute it again; `attended` what it gave now: (out, lse).
     """
 
-    def __init__(self, kv: KeyValues, chunk: Chunk, stop: bool) -> None:
-        self.kv, self.chunk, self.stop = kv, chunk, stop
+    def __init__(self, kv: KeyValues, chunk: Chunk, stop: bool, saved: tuple[Tensor, Tensor] | None) -> None:
+        self.kv, self.chunk, self.stop, self.saved = kv, chunk, stop, saved
+        self.attended: tuple[Tensor, Tensor] | None = None
         self.k_CKD: Tensor | None = None
         self.v_CKW: Tensor | None = None
 
@@ -59,9 +61,9 @@ class KeyValueMemory:
     def begin_backward(self) -> None:
         self.kv.begin_backward()
 
-    def open(self, i: int, stop: bool = False, track: bool = False) -> ChunkContext:
+    def open(self, i: int, stop: bool = False, track: bool = False, saved: Any = None) -> ChunkContext:
         """What the call of chunk i is handed."""
-        return ChunkContext(self.kv, self.chunks[i], stop)
+        return ChunkContext(self.kv, self.chunks[i], stop, saved)
 
     def arguments(self, handed: ChunkContext, cache_name: str) -> dict[str, Any]:
         return {cache_name: None, CHUNK_KWARG: handed}
@@ -145,7 +147,7 @@ class StateMemory:
     def begin_backward(self) -> None:
         self.dstates = [[] for _ in self.chunks]
 
-    def open(self, i: int, stop: bool = False, track: bool = False) -> StateCache:
+    def open(self, i: int, stop: bool = False, track: bool = False, saved: Any = None) -> StateCache:
         before = self.previous[i]
         conv = recurrent = None
         if before is not None:

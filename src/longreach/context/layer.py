@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 from ..attention import KeyValues
 from ..attention.op import wide_dtype
-from .kv import KeyValueMemory, StateMemory, StopForward
-from .offload import LayerInputs
+from .fused import FusedLayer
+from .kv import ChunkContext, KeyValueMemory, StateMemory, StopForward
+from .offload import DeviceRows, HostRows, Lease, Rows
 from .tree import Chunk, Layout
 
 
@@ -31,8 +32,13 @@ class Run:
 
     Attributes:
         chunk: tokens per chunk.
+        layers: of the model.
         compact: the last layer returns only the rows that carry a label.
         backward: False for scoring; nothing is then kept.
+        lease: host memory for what is kept; None keeps it on the device.
+        save_attention: keep attention outputs too, so that the backward does not compute them again.
+        fuse: run layers of known families by their hand-written form.
+        replay_dropout: restore each chunk's random state in the backward.
         routers: layer index -> router module whose logits are wanted for the load-balancing loss.
         router_logits: [T, E] of each MoE layer, differentiable.
         resumed: puts the model's attention back to chunks while a backward recomputes.
@@ -40,19 +46,54 @@ class Run:
 
     layout: Layout
     chunk: int
-    inputs: LayerInputs
     layers: int
     compact: bool
     backward: bool
+    save_attention: bool
+    fuse: bool
     replay_dropout: bool
     resumed: Callable[[Run], contextlib.AbstractContextManager[None]]
     routers: dict[int, nn.Module] = field(default_factory=dict)
+    lease: Lease | None = None
     router_logits: list[Tensor] = field(default_factory=list)
     captured: dict[nn.Module, Tensor] = field(default_factory=dict)
+    kept: dict[int, Kept] = field(default_factory=dict)
     hidden: Tensor | None = None
+    gradient_row: int = (
+        0  # address of the last gradient that this run made: nobody else reads it, so it is written over
+    )
 
     def __post_init__(self) -> None:
         self.kv = KeyValues(self.layout.tokens)
+
+    def rows(self) -> Rows:
+        return DeviceRows() if self.lease is None else HostRows(self.lease, self.layout.tokens)
+
+
+class Kept:
+    """What a layer's backward needs: its input, each chunk's random state, and on request attention outputs."""
+
+    def __init__(self, run: Run) -> None:
+        self.hidden = run.rows()
+        self.out: Rows | None = run.rows() if run.save_attention else None
+        self.lse: Rows | None = run.rows() if run.save_attention else None
+        self.rng: list[Any] = []
+
+    def save_attention(self, start: int, stop: int, out_CHD: Tensor, lse_HC: Tensor) -> None:
+        if self.out is not None and self.lse is not None:
+            self.out.save(start, stop, out_CHD)
+            self.lse.save(start, stop, lse_HC)
+
+    def attention(self, start: int) -> tuple[Tensor, Tensor] | None:
+        if self.out is None or self.lse is None or start not in self.out.held:
+            return None
+        return self.out.fetch(start), self.lse.fetch(start)
+
+    def prefetch(self, start: int, attention: bool) -> None:
+        self.hidden.prefetch(start)
+        if attention and self.out is not None and self.lse is not None and start in self.out.held:
+            self.out.prefetch(start)
+            self.lse.prefetch(start)
 
 
 @dataclass
@@ -66,6 +107,7 @@ class LayerCall:
     kwargs: dict[str, Any]
     linear: bool
     cache_name: str
+    dtype: torch.dtype
 
     def __post_init__(self) -> None:
         self.last = self.index == self.run.layers - 1
@@ -73,6 +115,12 @@ class LayerCall:
             self.run, self.last
         )
         self.router = self.run.routers.get(self.index)
+
+    def fused(self) -> FusedLayer | None:
+        """The layer's hand-written form for one pass, if it has one and computes in the dtype of the hidden state."""
+        if not self.run.fuse or self.linear or self.router is not None:
+            return None
+        return FusedLayer.of(self.layer, self.dtype)
 
     def needs_output(self, chunk: Chunk) -> bool:
         """In a compact run nobody reads the last layer's unlabelled rows (but a router loss counts every token)."""
@@ -90,19 +138,36 @@ class LayerCall:
             return None
         return out[0] if isinstance(out, tuple) else out
 
+    def cos_sin(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
+        """Rotary tables [C, D] of a chunk."""
+        cos, sin = self.kwargs["position_embeddings"]
+        return cos[0, chunk.start : chunk.stop], sin[0, chunk.start : chunk.stop]
+
     def read(self, chunk: Chunk, out: Tensor) -> tuple[Tensor, slice]:
         """The rows of a chunk's output that the next layer gets, and their place there."""
         if not (self.last and self.run.compact):
             return out, slice(chunk.start, chunk.stop)
         first = self.run.layout.reads(0, chunk.start)
-        return out[:, chunk.read_rows.to(out.device)], slice(first, first + chunk.reads)
+        place = slice(first, first + chunk.reads)
+        return out if chunk.reads == out.shape[1] else out[:, chunk.read_rows.to(out.device)], place
+
+    def unread(self, chunk: Chunk, dout: Tensor) -> Tensor:
+        """The gradient of a chunk's whole output from that of the rows that were read."""
+        if not (self.last and self.run.compact):
+            return dout[:, chunk.start : chunk.stop]
+        first = self.run.layout.reads(0, chunk.start)
+        part = dout[:, first : first + chunk.reads]
+        rows = chunk.stop - chunk.start
+        if chunk.reads == rows:
+            return part
+        return dout.new_zeros(1, rows, dout.shape[-1]).index_copy(1, chunk.read_rows.to(dout.device), part)
 
 
 def run_layer(call: LayerCall, hidden: Tensor) -> Tensor:
     """Output of a layer: [1, T, hidden], or [1, R, hidden] of the last layer of a compact run."""
     if not call.run.backward:
         with torch.no_grad():
-            out, _, _ = _forward(call, hidden)
+            out, _ = _forward(call, hidden, None)
         return out
     params = [p for p in call.layer.parameters() if p.requires_grad]
     out, router_logits = _ChunkedLayer.apply(call, params, hidden, *params)
@@ -111,31 +176,59 @@ def run_layer(call: LayerCall, hidden: Tensor) -> Tensor:
     return out
 
 
-def _forward(call: LayerCall, hidden: Tensor) -> tuple[Tensor, Tensor | None, list[Any]]:
-    layout, memory = call.run.layout, call.memory
-    rows = len(layout.read_index) if call.last and call.run.compact else layout.tokens
-    out = hidden.new_empty(1, rows, hidden.shape[-1])
-    router_TE, rng = None, []
+def _forward(call: LayerCall, hidden: Tensor, kept: Kept | None) -> tuple[Tensor, Tensor | None]:
+    run, memory = call.run, call.memory
+    layout, fused = run.layout, call.fused()
+    if kept is not None:
+        for chunk in memory.chunks:
+            if call.needs_output(chunk) or chunk.is_context:
+                kept.hidden.save(chunk.start, chunk.stop, hidden[:, chunk.start : chunk.stop])
+    # Where the input is not needed any more, or has gone to the host, the output is written over it.
+    in_place = not (call.last and run.compact) and (kept is None or run.lease is not None)
+    rows = len(layout.read_index) if call.last and run.compact else layout.tokens
+    out = _alias(hidden) if in_place else hidden.new_empty(1, rows, hidden.shape[-1])
+    router_TE = None
     for i, chunk in enumerate(memory.chunks):
         wanted = call.needs_output(chunk)
-        rng.append(_rng_state(hidden.device) if call.run.replay_dropout else None)
+        if kept is not None:
+            kept.rng.append(_rng_state(hidden.device) if run.replay_dropout else None)
         if not wanted and not chunk.is_context:
             continue
-        handed = memory.open(i, stop=not wanted and memory.stops_early)
-        chunk_out = call.on(i, hidden[:, chunk.start : chunk.stop], handed)
-        memory.keep(i, handed)  # type: ignore[arg-type]
+        chunk_out = _chunk_forward(call, i, hidden[:, chunk.start : chunk.stop], fused, kept, wanted)
         if not wanted or chunk_out is None:
             continue
         read, place = call.read(chunk, chunk_out)
         if out.dtype != read.dtype:
             out = out.to(read.dtype)
+        elif in_place and kept is not None:
+            kept.hidden.wait_saved(chunk.start)
         out[:, place] = read
         if call.router is not None:
-            logits_CE = call.run.captured.pop(call.router)
+            logits_CE = run.captured.pop(call.router)
             if router_TE is None:
                 router_TE = logits_CE.new_empty(layout.tokens, logits_CE.shape[-1])
             router_TE[chunk.start : chunk.stop] = logits_CE.reshape(-1, logits_CE.shape[-1])
-    return out, router_TE, rng
+    return out, router_TE
+
+
+def _chunk_forward(
+    call: LayerCall, i: int, hidden: Tensor, fused: FusedLayer | None, kept: Kept | None, wanted: bool
+) -> Tensor | None:
+    memory, chunk, run = call.memory, call.memory.chunks[i], call.run
+    if fused is not None:
+        if not wanted:
+            fused.store_keys(hidden[0], call.cos_sin(chunk), run.kv, chunk)
+            return None
+        out_CM, attended = fused.forward(hidden[0], call.cos_sin(chunk), run.kv, chunk)
+        if kept is not None:
+            kept.save_attention(chunk.start, chunk.stop, *attended)
+        return out_CM[None]
+    handed = memory.open(i, stop=not wanted and memory.stops_early)
+    out = call.on(i, hidden, handed)
+    memory.keep(i, handed)  # type: ignore[arg-type]
+    if kept is not None and isinstance(handed, ChunkContext) and handed.attended is not None:
+        kept.save_attention(chunk.start, chunk.stop, *handed.attended)
+    return out
 
 
 class _ChunkedLayer(torch.autograd.Function):
@@ -147,84 +240,136 @@ class _ChunkedLayer(torch.autograd.Function):
         ctx.call, ctx.params = call, params
         device = hidden.device.type
         ctx.autocast = (device, torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None
-        out, router_TE, ctx.rng = _forward(call, hidden)
-        if any(ctx.needs_input_grad):
-            ctx.kept = call.run.inputs.put(hidden)
-            ctx.hidden_like = hidden.new_empty(0)
-        return out, router_TE
+        kept = Kept(call.run) if any(ctx.needs_input_grad) else None
+        if kept is not None:
+            call.run.kept[call.index] = kept
+        ctx.like = hidden.new_empty(0)
+        ctx.width = hidden.shape[-1]
+        return _forward(call, hidden, kept)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, drouter_TE: Tensor | None):
         call: LayerCall = ctx.call
-        device = ctx.hidden_like.device
+        run, memory = call.run, call.memory
         autocast = torch.autocast(ctx.autocast[0], dtype=ctx.autocast[1]) if ctx.autocast else contextlib.nullcontext()
-        rng_now = _rng_state(device) if call.run.replay_dropout else None
+        kept = run.kept.pop(call.index)
+        rng_now = _rng_state(ctx.like.device) if run.replay_dropout else None
         dhidden = None
         if ctx.needs_input_grad[2]:
-            # Chunks that nobody owes anything are skipped below and keep a zero gradient.
-            dhidden = ctx.hidden_like.new_zeros(1, call.run.layout.tokens, _width(call, ctx.kept))
-        dparams = ParamGrads(ctx.params)
-        with autocast, call.run.resumed(call.run):
-            _rebuild(call, ctx.kept, ctx.rng)
-            call.memory.begin_backward()
-            for i in reversed(range(len(call.memory.chunks))):
-                _set_rng_state(ctx.rng[i])
-                _chunk_backward(call, i, ctx.kept, dout, drouter_TE, dhidden, dparams)
+            if dout is not None and dout.data_ptr() == run.gradient_row and dout.shape[1] == run.layout.tokens:
+                dhidden = _alias(dout)
+            else:
+                dhidden = ctx.like.new_empty(1, run.layout.tokens, ctx.width)
+            run.gradient_row = dhidden.data_ptr()
+        step = _Step(call, call.fused(), kept, dout, drouter_TE, dhidden, ParamGrads(ctx.params))
+        with autocast, run.resumed(run):
+            step.rebuild()
+            memory.begin_backward()
+            for i in reversed(range(len(memory.chunks))):
+                step.chunk(i)
+        below = run.kept.get(call.index - 1)
+        if below is not None:
+            below.prefetch(0, attention=False)
         _set_rng_state(rng_now)
-        ctx.kept = None
-        return None, None, dhidden, *dparams.done()
+        return None, None, dhidden, *step.dparams.done()
 
 
-def _rebuild(call: LayerCall, kept: Any, rng: list[Any]) -> None:
-    """Keys and values of every chunk that a later one sees. Linear-attention states were kept by the forward."""
-    memory, run = call.memory, call.run
-    if not memory.stops_early:
-        return
-    for i, chunk in enumerate(memory.chunks):
-        if chunk.is_context:
-            _set_rng_state(rng[i])
+@dataclass
+class _Step:
+    """The backward of one layer."""
+
+    call: LayerCall
+    fused: FusedLayer | None
+    kept: Kept
+    dout: Tensor | None
+    drouter_TE: Tensor | None
+    dhidden: Tensor | None
+    dparams: ParamGrads
+
+    def rebuild(self) -> None:
+        """Keys and values of every chunk that a later one sees. Linear-attention states were kept by the forward."""
+        call, memory = self.call, self.call.memory
+        context = [i for i, c in enumerate(memory.chunks) if c.is_context] if memory.stops_early else []
+        for at, i in enumerate(context):
+            chunk = memory.chunks[i]
+            hidden = self.kept.hidden.fetch(chunk.start)
+            if at + 1 < len(context):
+                self.kept.prefetch(memory.chunks[context[at + 1]].start, attention=False)
+            else:
+                self._prefetch_before(len(memory.chunks))
+            if self.fused is not None:
+                self.fused.store_keys(hidden[0], call.cos_sin(chunk), call.run.kv, chunk)
+                continue
+            _set_rng_state(self.kept.rng[i])
             with torch.no_grad():
-                call.on(i, run.inputs.rows(kept, chunk.start, chunk.stop), memory.open(i, stop=True))
+                call.on(i, hidden, memory.open(i, stop=True))
 
+    def _prefetch_before(self, i: int) -> None:
+        """Bring back the chunk that is visited after chunk i."""
+        for j in range(i - 1, -1, -1):
+            chunk = self.call.memory.chunks[j]
+            if self.call.needs_output(chunk) or chunk.is_context:
+                self.kept.prefetch(chunk.start, attention=self.call.needs_output(chunk))
+                return
 
-def _chunk_backward(
-    call: LayerCall,
-    i: int,
-    kept: Any,
-    dout: Tensor | None,
-    drouter_TE: Tensor | None,
-    dhidden: Tensor | None,
-    dparams: ParamGrads,
-) -> None:
-    """Recompute chunk i with grad, backpropagate, and hand on what its predecessors are owed."""
-    memory, chunk = call.memory, call.memory.chunks[i]
-    wanted = call.needs_output(chunk)
-    if not wanted and not chunk.is_context:
-        return
-    hidden = call.run.inputs.rows(kept, chunk.start, chunk.stop).detach().requires_grad_(dhidden is not None)
-    handed = memory.open(i, stop=not wanted and memory.stops_early, track=True)
-    with torch.enable_grad():
-        out = call.on(i, hidden, handed)
-        pairs = memory.loose_ends(i, handed)  # type: ignore[arg-type]
-        if wanted and out is not None and dout is not None:
-            read, place = call.read(chunk, out)
-            if place.start < place.stop:
-                pairs.append((read, dout[:, place]))
-        if wanted and call.router is not None:
-            logits_CE = call.run.captured.pop(call.router)
-            if drouter_TE is not None:
-                pairs.append((logits_CE, drouter_TE[chunk.start : chunk.stop].reshape(logits_CE.shape)))
-    pairs = [(t, d) for t, d in pairs if t.requires_grad]
-    if not pairs:
-        return
-    leaves = memory.leaves(handed)  # type: ignore[arg-type]
-    inputs = [hidden] if dhidden is not None else []
-    outs, douts = zip(*pairs)
-    grads = torch.autograd.grad(outs, [*inputs, *leaves, *dparams.params], douts, allow_unused=True)
-    if dhidden is not None and grads[0] is not None:
-        dhidden[:, chunk.start : chunk.stop] = grads[0]
-    memory.absorb(i, grads[len(inputs) : len(inputs) + len(leaves)])
-    dparams.add(grads[len(inputs) + len(leaves) :])
+    def chunk(self, i: int) -> None:
+        """Recompute chunk i, backpropagate, and hand on what its predecessors are owed."""
+        call, chunk = self.call, self.call.memory.chunks[i]
+        wanted = call.needs_output(chunk)
+        grad = None
+        if wanted or chunk.is_context:
+            hidden = self.kept.hidden.fetch(chunk.start)
+            saved = self.kept.attention(chunk.start) if wanted else None
+            self._prefetch_before(i)
+            grad = (self._fused if self.fused is not None else self._autograd)(i, hidden, saved, wanted)
+        if self.dhidden is not None:
+            if grad is None:
+                self.dhidden[:, chunk.start : chunk.stop] = 0
+            else:
+                self.dhidden[:, chunk.start : chunk.stop] = grad
+
+    def _fused(self, i: int, hidden: Tensor, saved: Any, wanted: bool) -> Tensor | None:
+        call, chunk, fused = self.call, self.call.memory.chunks[i], self.fused
+        assert fused is not None
+        place = (hidden[0], call.cos_sin(chunk), call.run.kv, chunk)
+        need_dx = self.dhidden is not None
+        if not wanted:
+            dx_CM, grads = fused.keys_backward(*place, need_dx)
+        elif self.dout is None:
+            return None
+        else:
+            # The gradient's row may be written over: the layer's backward adds into its copy.
+            dy_CM = call.unread(chunk, self.dout)[0]
+            dx_CM, grads = fused.backward(dy_CM, *place, saved, need_dx)
+        self.dparams.add([grads.get(p) for p in self.dparams.params])
+        return None if dx_CM is None else dx_CM[None]
+
+    def _autograd(self, i: int, hidden: Tensor, saved: Any, wanted: bool) -> Tensor | None:
+        call, memory, chunk = self.call, self.call.memory, self.call.memory.chunks[i]
+        _set_rng_state(self.kept.rng[i])
+        hidden = hidden.detach().requires_grad_(self.dhidden is not None)
+        handed = memory.open(i, stop=not wanted and memory.stops_early, track=True, saved=saved)
+        with torch.enable_grad():
+            out = call.on(i, hidden, handed)
+            pairs = memory.loose_ends(i, handed)  # type: ignore[arg-type]
+            if wanted and out is not None and self.dout is not None:
+                read, place = call.read(chunk, out)
+                if place.start < place.stop:
+                    pairs.append((read, self.dout[:, place]))
+            if wanted and call.router is not None:
+                logits_CE = call.run.captured.pop(call.router)
+                if self.drouter_TE is not None:
+                    pairs.append((logits_CE, self.drouter_TE[chunk.start : chunk.stop].reshape(logits_CE.shape)))
+        pairs = [(t, d) for t, d in pairs if t.requires_grad]
+        if not pairs:
+            return None
+        leaves = memory.leaves(handed)  # type: ignore[arg-type]
+        inputs = [hidden] if self.dhidden is not None else []
+        outs, douts = zip(*pairs)
+        grads = torch.autograd.grad(outs, [*inputs, *leaves, *self.dparams.params], douts, allow_unused=True)
+        memory.absorb(i, grads[len(inputs) : len(inputs) + len(leaves)])
+        self.dparams.add(grads[len(inputs) + len(leaves) :])
+        return grads[0] if inputs else None
 
 
 class ParamGrads:
@@ -264,8 +409,9 @@ def _slice(x: Any, start: int, stop: int, total: int) -> Any:
     return x
 
 
-def _width(call: LayerCall, kept: Any) -> int:
-    return call.run.inputs.rows(kept, 0, 1).shape[-1]
+def _alias(x: Tensor) -> Tensor:
+    """The same memory as a tensor that autograd knows nothing of."""
+    return x.new_empty(0).set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride())
 
 
 def _rng_state(device: torch.device) -> tuple[torch.device, Tensor]:

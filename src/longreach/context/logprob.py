@@ -81,13 +81,16 @@ def score(
             logits_to_keep=torch.empty(0, dtype=torch.int64, device=device),
             **kwargs,
         )
-    assert run.hidden is not None
+    # Taken out of the run: the graph holds the run, and the run must not hold the graph.
+    hidden, router_logits = run.hidden, run.router_logits
+    run.hidden, run.router_logits = None, []
+    assert hidden is not None
     labels_R = layout.labels[layout.read_index].to(device)
-    logprobs_R, entropies_R = head_logprobs(engine, run.hidden[0], labels_R, temperature, entropy)
+    logprobs_R, entropies_R = head_logprobs(engine, hidden[0], labels_R, temperature, entropy)
     return Scores(
         _split(tree, logprobs_R),
         _split(tree, entropies_R) if entropies_R is not None else None,
-        _router_loss(engine, run.router_logits, layout.rows.to(device)) if router_loss and engine.routers else None,
+        _router_loss(engine, router_logits, layout.rows.to(device)) if router_loss and engine.routers else None,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -96,7 +96,7 @@ def _stock_logprobs(engine: Engine, groups: list[tuple[Tensor, list[Tensor]]]) -
 
 def _chunked(engine: Engine, groups, weights, params, chunk: int) -> tuple[Tensor, list[Tensor]]:
     kept = engine.options
-    engine.options = type(kept)(chunk, kept.offload, kept.save_attention)
+    engine.options = replace(kept, chunk=chunk)
     try:
         return _grads(score(engine.causal, TokenTree.from_groups(groups)).logprobs, weights, params)
     finally:

@@ -76,3 +76,15 @@ def check_supported(config: Any) -> None:
             "Train it with stock TRL (from trl import GRPOTrainer, SFTTrainer), or choose a model of one of these types: "
             f"{', '.join(TESTED)}."
         )
+
+
+def check_window(module: Any, window: int | None) -> None:
+    """A sliding layer whose window reaches attention only through the mask would silently see everything."""
+    config: Any = getattr(module, "config", None)
+    layer_types = getattr(config, "layer_types", None)
+    index = getattr(module, "layer_idx", None)
+    if window is None and layer_types and index is not None and layer_types[index] == "sliding_attention":
+        raise UnsupportedModelError(
+            f"layer {index} of {config.model_type!r} is a sliding window, but {type(module).__name__} does not pass "
+            "`sliding_window` to the attention function: its window lives only in the mask. Train it with stock TRL."
+        )

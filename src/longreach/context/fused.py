@@ -1,0 +1,300 @@
+"""A decoder layer written out by hand: the same function as Transformers' module, with its backward, in few passes over memory.
+
+For the dense pre-norm families (Llama, Qwen2, Qwen3, Mistral) and Gemma 3. It takes the module's own parameters, with or without
+PEFT adapters, and recomputes in the backward only what the backward reads. Where a layer has anything that it does not know
+(dropout, hooks, another adapter, another dtype under autocast), the general path of `layer.py` runs the module itself.
+
+Shape suffixes: C tokens of the chunk, M hidden size, H query heads, K key/value heads, D head size, F MLP size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..attention import AttentionSpec, KeyValues, attention_backward, attention_forward
+from ..kernels.norm import rms_norm, rms_norm_backward
+from ..kernels.rope import qk_norm_rope, qk_norm_rope_backward
+from ..kernels.swiglu import swiglu, swiglu_backward
+from ..lora import Linear, LinearGroup
+from ..lora.linear import Grads
+from .support import check_window
+from .tree import Chunk
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a family's layer differs from Llama's.
+
+    Attributes:
+        unit_offset: norms multiply by 1 + weight, in fp32 (Gemma).
+        sandwich: attention and MLP outputs are normed before they are added (Gemma 2 and 3).
+        activation: of the gate.
+    """
+
+    unit_offset: bool = False
+    sandwich: bool = False
+    activation: str = "silu"
+
+
+FAMILIES = {
+    "LlamaDecoderLayer": Family(),
+    "MistralDecoderLayer": Family(),
+    "Qwen2DecoderLayer": Family(),
+    "Qwen3DecoderLayer": Family(),
+    "Gemma3DecoderLayer": Family(unit_offset=True, sandwich=True, activation="gelu_tanh"),
+}
+ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+QKV, GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
+
+
+class FusedLayer:
+    """One layer for one pass over its chunks; adapters are cast once. Made by `FusedLayer.of`."""
+
+    def __init__(self, layer: Any, family: Family, linears: dict[str, Linear], dtype: torch.dtype) -> None:
+        self.family = family
+        attention = layer.self_attn
+        self.qkv = LinearGroup([linears[n] for n in QKV], dtype)
+        self.kv_only = LinearGroup([linears[n] for n in QKV[1:]], dtype)
+        self.out = LinearGroup([linears["o_proj"]], dtype)
+        self.gate_up = LinearGroup([linears[n] for n in GATE_UP], dtype)
+        self.down = LinearGroup([linears["down_proj"]], dtype)
+        self.norm_in = layer.input_layernorm
+        self.norm_mlp = layer.pre_feedforward_layernorm if family.sandwich else layer.post_attention_layernorm
+        self.norm_after = (
+            (layer.post_attention_layernorm, layer.post_feedforward_layernorm) if family.sandwich else None
+        )
+        self.q_norm, self.k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+        self.head_dim, self.scale = attention.head_dim, attention.scaling
+        self.window = attention_window(attention)
+        check_window(attention, self.window)
+
+    @classmethod
+    def of(cls, layer: nn.Module, dtype: torch.dtype) -> FusedLayer | None:
+        """The hand-written form of a layer, or None where the module itself must run."""
+        family = FAMILIES.get(type(layer).__name__)
+        if family is None or any(_has_hooks(m) for m in layer.modules()):
+            return None
+        kind = layer.mlp.config  # type: ignore[union-attr]
+        act = getattr(kind, "hidden_act", None) or getattr(kind, "hidden_activation", None)
+        if ACTIVATIONS.get(str(act)) != family.activation:
+            return None
+        linears = {}
+        for owner, names in ((layer.self_attn, (*QKV, "o_proj")), (layer.mlp, (*GATE_UP, "down_proj"))):
+            for name in names:
+                linear = Linear.of(getattr(owner, name))
+                if linear is None or linear.weight.dtype != dtype:
+                    return None
+                linears[name] = linear
+        fused = cls(layer, family, linears, dtype)
+        known = {p for line in linears.values() for p in line.parameters} | {m.weight for m in fused.norms()}
+        if any(p.requires_grad and p not in known for p in layer.parameters()):
+            return None
+        return fused
+
+    def norms(self) -> list[Any]:
+        found = (self.norm_in, self.norm_mlp, *(self.norm_after or ()), self.q_norm, self.k_norm)
+        return [m for m in found if m is not None]
+
+    # ---- forward
+
+    def forward(self, h_CM: Tensor, cos_sin: tuple[Tensor, Tensor], kv: KeyValues, chunk: Chunk) -> tuple[Tensor, Any]:
+        """Layer output [C, M] and (attention output, lse) of the chunk."""
+        x_CM, _ = self._norm(h_CM, self.norm_in)
+        (q, k, v), _ = self.qkv.forward(x_CM)
+        q_CHD, k_CKD, _ = self._rotate(q, k, cos_sin)
+        out_CHD, lse_HC = attention_forward(q_CHD, k_CKD, self._heads(v), self._spec(kv, chunk))
+        del x_CM, q, k, v, q_CHD, k_CKD
+        h2_CM, _, _ = self._join(self.out, h_CM, out_CHD.flatten(1), 0)
+        x_CM, _ = self._norm(h2_CM, self.norm_mlp)
+        (gate_CF, up_CF), _ = self.gate_up.forward(x_CM)
+        del x_CM
+        inner_CF = swiglu(gate_CF, up_CF, activation=self.family.activation)
+        del gate_CF, up_CF
+        y_CM, _, _ = self._join(self.down, h2_CM, inner_CF, 1)
+        return y_CM, (out_CHD, lse_HC)
+
+    def store_keys(self, h_CM: Tensor, cos_sin: tuple[Tensor, Tensor], kv: KeyValues, chunk: Chunk) -> None:
+        """Only the chunk's keys and values."""
+        x_CM, _ = self._norm(h_CM, self.norm_in)
+        (k, v), _ = self.kv_only.forward(x_CM)
+        _, k_CKD, _ = self._rotate(None, k, cos_sin)
+        kv.write(chunk.start, k_CKD, self._heads(v))
+
+    # ---- backward
+
+    def backward(
+        self,
+        dy_CM: Tensor,
+        h_CM: Tensor,
+        cos_sin: tuple[Tensor, Tensor],
+        kv: KeyValues,
+        chunk: Chunk,
+        saved: tuple[Tensor, Tensor] | None,
+        need_dx: bool,
+    ) -> tuple[Tensor | None, Grads]:
+        """dh [C, M] (None unless `need_dx`) and the chunk's parameter gradients, from the output's gradient."""
+        grads: Grads = {}
+        spec = self._spec(kv, chunk, saved)
+        x_CM, rstd = self._norm(h_CM, self.norm_in)
+        (q, k, v), t_qkv = self.qkv.forward(x_CM)
+        q_CHD, k_CKD, stats = self._rotate(q, k, cos_sin)
+        out_CHD, lse_HC = attention_forward(q_CHD, k_CKD, self._heads(v), spec)
+        a_CO = out_CHD.flatten(1)
+        h2_CM, o_CM, t_out = self._join(self.out, h_CM, a_CO, 0)
+        dh2_CM = self._mlp_backward(dy_CM, h2_CM, grads)
+        da = self.out.backward([self._unjoin(dh2_CM, o_CM, 0, grads)], a_CO, t_out, grads)
+        assert da is not None
+        dq_CHD, dk_CKD, dv_CKD, _ = attention_backward(da.view_as(out_CHD), q_CHD, out_CHD, lse_HC, spec)
+        del da, out_CHD, q_CHD
+        dq, dk = self._unrotate(dq_CHD, dk_CKD, q, k, cos_sin, stats, grads)
+        dx_CM = self.qkv.backward(
+            [dq, dk, dv_CKD.flatten(1)], x_CM, t_qkv, grads, need_dx=self._needs(need_dx, self.norm_in)
+        )
+        return self._norm_backward(dx_CM, h_CM, self.norm_in, rstd, dh2_CM, grads) if dx_CM is not None else None, grads
+
+    def _mlp_backward(self, dy_CM: Tensor, h2_CM: Tensor, grads: Grads) -> Tensor:
+        """Gradient at the layer's middle: the MLP's and the residual branch's."""
+        x_CM, rstd = self._norm(h2_CM, self.norm_mlp)
+        (gate_CF, up_CF), t_gate_up = self.gate_up.forward(x_CM)
+        inner_CF = swiglu(gate_CF, up_CF, activation=self.family.activation)
+        if self.norm_after is None:
+            d_down, t_down = dy_CM, self.down.low_rank(inner_CF)
+        else:
+            _, down_CM, t_down = self._join(self.down, h2_CM, inner_CF, 1)
+            d_down = self._unjoin(dy_CM, down_CM, 1, grads)
+        dinner_CF = self.down.backward([d_down], inner_CF, t_down, grads)
+        del inner_CF
+        assert dinner_CF is not None
+        dgate_CF, dup_CF = swiglu_backward(dinner_CF, gate_CF, up_CF, activation=self.family.activation)
+        del dinner_CF
+        dx_CM = self.gate_up.backward([dgate_CF, dup_CF], x_CM, t_gate_up, grads)
+        assert dx_CM is not None
+        return self._norm_backward(dx_CM, h2_CM, self.norm_mlp, rstd, dy_CM, grads)
+
+    def keys_backward(
+        self, h_CM: Tensor, cos_sin: tuple[Tensor, Tensor], kv: KeyValues, chunk: Chunk, need_dx: bool
+    ) -> tuple[Tensor | None, Grads]:
+        """The same for a chunk of which only keys and values were read."""
+        grads: Grads = {}
+        dk_CKD, dv_CKD = kv.owed(chunk.start, chunk.stop)
+        x_CM, rstd = self._norm(h_CM, self.norm_in)
+        (k, _), t_kv = self.kv_only.forward(x_CM)
+        _, _, stats = self._rotate(None, k, cos_sin)
+        _, dk = self._unrotate(None, dk_CKD, None, k, cos_sin, stats, grads)
+        dx_CM = self.kv_only.backward(
+            [dk, dv_CKD.flatten(1)], x_CM, t_kv, grads, need_dx=self._needs(need_dx, self.norm_in)
+        )
+        return self._norm_backward(dx_CM, h_CM, self.norm_in, rstd, None, grads) if dx_CM is not None else None, grads
+
+    # ---- parts
+
+    def _spec(self, kv: KeyValues, chunk: Chunk, saved: tuple[Tensor, Tensor] | None = None) -> AttentionSpec:
+        return AttentionSpec(kv, chunk.start, chunk.calls(self.window), self.scale, saved=saved)
+
+    def _heads(self, x_CO: Tensor) -> Tensor:
+        return x_CO.unflatten(-1, (-1, self.head_dim))
+
+    def _needs(self, need_dx: bool, module: Any) -> bool:
+        return need_dx or module.weight.requires_grad
+
+    def _norm(self, x_CM: Tensor, module: Any) -> tuple[Tensor, Tensor]:
+        return rms_norm(x_CM, module.weight, _eps(module), unit_offset=self.family.unit_offset)
+
+    def _norm_backward(
+        self, dy_CM: Tensor, x_CM: Tensor, module: Any, rstd_C: Tensor, add: Tensor | None, grads: Grads
+    ) -> Tensor:
+        """dx + add, in the memory of dy."""
+        wanted = module.weight.requires_grad
+        dx_CM, dweight = rms_norm_backward(
+            dy_CM,
+            x_CM,
+            module.weight,
+            rstd_C,
+            unit_offset=self.family.unit_offset,
+            add=add,
+            need_dweight=wanted,
+            out=dy_CM,
+        )
+        if dweight is not None:
+            grads[module.weight] = dweight
+        return dx_CM
+
+    def _join(
+        self, group: LinearGroup, residual_CM: Tensor, x: Tensor, which: int
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """residual + [norm of] the group's output; also that output where a norm follows it, and the low-rank product."""
+        if self.norm_after is None:
+            sum_CM, t = group.add_to(residual_CM, x)
+            return sum_CM, None, t
+        (y_CM,), t = group.forward(x)
+        normed, _ = self._norm(y_CM, self.norm_after[which])
+        return residual_CM + normed, y_CM, t
+
+    def _unjoin(self, d_CM: Tensor, y_CM: Tensor | None, which: int, grads: Grads) -> Tensor:
+        """Gradient at the group's output."""
+        if self.norm_after is None or y_CM is None:
+            return d_CM
+        module = self.norm_after[which]
+        _, rstd = self._norm(y_CM, module)
+        return self._norm_backward(d_CM.clone(), y_CM, module, rstd, None, grads)
+
+    def _rotate(self, q: Tensor | None, k: Tensor, cos_sin: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Any]:
+        """Normed and rotated heads and the norms' statistics; without queries the keys take their place in the op."""
+        k_CKD = self._heads(k)
+        q_norm = self.k_norm if q is None else self.q_norm
+        first, second, stats = qk_norm_rope(
+            k_CKD if q is None else self._heads(q), k_CKD[:, :0] if q is None else k_CKD, *cos_sin,
+            _weight(q_norm), _weight(self.k_norm), _eps(self.k_norm), self.family.unit_offset,
+        )  # fmt: skip
+        return (first, first, stats) if q is None else (first, second, stats)
+
+    def _unrotate(
+        self,
+        dq: Tensor | None,
+        dk: Tensor,
+        q: Tensor | None,
+        k: Tensor,
+        cos_sin: tuple[Tensor, Tensor],
+        stats: Any,
+        grads: Grads,
+    ) -> tuple[Tensor, Tensor]:
+        k_CKD = self._heads(k)
+        norms = [self.k_norm, None] if q is None else [self.q_norm, self.k_norm]
+        wanted = any(m is not None and m.weight.requires_grad for m in norms)
+        dfirst, dsecond, *dweights = qk_norm_rope_backward(
+            dk if dq is None else dq, dk[:, :0] if dq is None else dk,
+            k_CKD if q is None else self._heads(q), k_CKD[:, :0] if q is None else k_CKD, *cos_sin,
+            _weight(norms[0]), _weight(self.k_norm), stats, self.family.unit_offset, need_dweight=wanted,
+        )  # fmt: skip
+        for module, dweight in zip(norms, dweights):
+            if module is not None and module.weight.requires_grad and dweight is not None:
+                grads[module.weight] = dweight
+        return dfirst.flatten(1), dfirst.flatten(1) if q is None else dsecond.flatten(1)
+
+
+def attention_window(attention: Any) -> int | None:
+    """The sliding window of an attention module (Mistral's stands only in its config)."""
+    if hasattr(attention, "sliding_window"):
+        return attention.sliding_window
+    return getattr(attention.config, "sliding_window", None) if type(attention).__name__ == "MistralAttention" else None
+
+
+def _weight(module: Any) -> Tensor | None:
+    return None if module is None else module.weight
+
+
+def _eps(module: Any) -> float:
+    if module is None:
+        return 0.0
+    return module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Hooks that a hand-written layer would skip; Transformers' own output recorders sleep unless asked for."""
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values(), *module._backward_hooks.values()]
+    awake = [h for h in hooks if not getattr(h, "__module__", "").startswith("transformers.utils.output_capturing")]
+    return bool(awake) or hasattr(module, "_hf_hook")

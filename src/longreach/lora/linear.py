@@ -1,0 +1,129 @@
+"""Linear layers that share an input, with their adapters, as few matrix products; forward and hand-written backward.
+
+y_i = x W_i' + b_i + s_i (x A_i') B_i'   (LoRA, arXiv 2106.09685, equation 3)
+
+The A_i of a group stand under one another, so that x is read once for all of them; the low-rank product is added inside the
+matrix product that makes it. PEFT's parameters are used as they are; products run in the dtype of x.
+
+Shape suffixes: C rows, I input features, O output features, r rank (R: the ranks of a group side by side).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Grads = dict[Tensor, Tensor]  # by parameter
+
+
+class Linear:
+    """One linear layer as the group sees it: weight, bias, and at most one adapter."""
+
+    def __init__(
+        self, base: nn.Linear, a: nn.Parameter | None = None, b: nn.Parameter | None = None, scale: float = 1.0
+    ):
+        self.weight, self.bias = base.weight, base.bias  # nn.Parameter
+        self.a, self.b, self.scale = a, b, scale
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Linear | None:
+        """The view of a torch or PEFT linear layer; None for what this form can't express (dropout, DoRA, several adapters)."""
+        if type(module) is nn.Linear:
+            return cls(module)
+        lora: Any = module
+        if not (hasattr(lora, "base_layer") and hasattr(lora, "lora_A") and type(lora.base_layer) is nn.Linear):
+            return None
+        if lora.disable_adapters or not [n for n in lora.active_adapters if n in lora.lora_A]:
+            return cls(lora.base_layer) if not lora.merged_adapters else None
+        names = [n for n in lora.active_adapters if n in lora.lora_A]
+        dropout = lora.lora_dropout[names[0]]
+        drops = isinstance(dropout, nn.Dropout) and dropout.p > 0 and dropout.training
+        if len(names) > 1 or lora.merged_adapters or drops or getattr(lora, "lora_variant", None):
+            return None
+        a, b = lora.lora_A[names[0]], lora.lora_B[names[0]]
+        if type(a) is not nn.Linear or type(b) is not nn.Linear or b.bias is not None:
+            return None
+        return cls(lora.base_layer, a.weight, b.weight, float(lora.scaling[names[0]]))
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        everything: tuple[Any, ...] = (self.weight, self.bias, self.a, self.b)
+        return [p for p in everything if p is not None]
+
+
+class LinearGroup:
+    """Linear layers with one input. Made for one layer pass: adapters are cast and joined once for all chunks."""
+
+    def __init__(self, linears: Sequence[Linear], dtype: torch.dtype) -> None:
+        self.linears = tuple(linears)
+        adapted = [line for line in self.linears if line.a is not None]
+        self.a_RI = (
+            torch.cat([line.a.detach().to(dtype) for line in adapted if line.a is not None]) if adapted else None
+        )
+        self.b_Or = [None if line.b is None else line.b.detach().to(dtype) for line in self.linears]
+        self.ranks: list[slice] = []
+        at = 0
+        for line in self.linears:
+            rank = 0 if line.a is None else len(line.a)
+            self.ranks.append(slice(at, at + rank))
+            at += rank
+
+    def forward(self, x_CI: Tensor) -> tuple[list[Tensor], Tensor | None]:
+        """Outputs, one [C, O] per layer, and x A' [C, R], which the backward wants back."""
+        t_CR = self.low_rank(x_CI)
+        outs = []
+        for line, b_Or, rank in zip(self.linears, self.b_Or, self.ranks):
+            y_CO = F.linear(x_CI, line.weight, line.bias)
+            if b_Or is not None and t_CR is not None:
+                y_CO.addmm_(t_CR[:, rank], b_Or.t(), alpha=line.scale)
+            outs.append(y_CO)
+        return outs, t_CR
+
+    def low_rank(self, x_CI: Tensor) -> Tensor | None:
+        """x A' [C, R]; None without adapters."""
+        return None if self.a_RI is None else x_CI @ self.a_RI.t()
+
+    def add_to(self, residual_CO: Tensor, x_CI: Tensor) -> tuple[Tensor, Tensor | None]:
+        """residual + y of a group of one, without a tensor for y; and x A'."""
+        (line,), (b_Or,) = self.linears, self.b_Or
+        sum_CO = torch.addmm(residual_CO, x_CI, line.weight.t())
+        if line.bias is not None:
+            sum_CO += line.bias
+        t_CR = self.low_rank(x_CI)
+        if t_CR is not None and b_Or is not None:
+            sum_CO.addmm_(t_CR, b_Or.t(), alpha=line.scale)
+        return sum_CO, t_CR
+
+    def backward(
+        self, dys_CO: Sequence[Tensor], x_CI: Tensor, t_CR: Tensor | None, grads: Grads, *, need_dx: bool = True
+    ) -> Tensor | None:
+        """dx [C, I] of the group; puts the chunk's gradient of every trainable parameter into `grads`."""
+        dt_CR = None
+        if self.a_RI is not None and t_CR is not None:
+            dt_CR = torch.empty_like(t_CR)
+        dx_CI = None
+        for line, dy_CO, b_Or, rank in zip(self.linears, dys_CO, self.b_Or, self.ranks):
+            if need_dx:
+                dx_CI = dy_CO @ line.weight if dx_CI is None else dx_CI.addmm_(dy_CO, line.weight)
+            if line.weight.requires_grad:
+                grads[line.weight] = dy_CO.t() @ x_CI
+            if line.bias is not None and line.bias.requires_grad:
+                grads[line.bias] = dy_CO.sum(0)
+            if b_Or is None or dt_CR is None or t_CR is None:
+                continue
+            dt_CR[:, rank] = (dy_CO @ b_Or).mul_(line.scale)
+            if line.b is not None and line.b.requires_grad:
+                grads[line.b] = (dy_CO.t() @ t_CR[:, rank]).mul_(line.scale)
+        if self.a_RI is not None and dt_CR is not None:
+            if dx_CI is not None:
+                dx_CI.addmm_(dt_CR, self.a_RI)
+            if any(line.a is not None and line.a.requires_grad for line in self.linears):
+                da_RI = dt_CR.t() @ x_CI
+                for line, rank in zip(self.linears, self.ranks):
+                    if line.a is not None and line.a.requires_grad:
+                        grads[line.a] = da_RI[rank]
+        return dx_CI
