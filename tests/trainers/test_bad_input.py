@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import types
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ import trl.trainer.utils
 from datasets import Dataset, IterableDataset
 
 import longreach.trainers as ours
-from longreach.context.install import UnsupportedModelError
+from longreach.context import fused, install
+from longreach.context.parity import ParityError
+from longreach.context.support import UnsupportedModelError
 from longreach.rewards.result import InfrastructureError
 from longreach.trainers import reward_calls, versions
 
@@ -147,17 +150,19 @@ def test_refused_architecture_before_its_weights_are_read(tmp_path):
 
 
 def test_parity_failure_stops_with_the_measured_difference(tmp_path, monkeypatch):
-    from longreach.context import install
+    """A wrong attention scale, as a broken kernel would give."""
 
-    honest = install.chunk_attention
+    def scaled(good):
+        def make(*args, **kwargs):
+            spec = good(*args, **kwargs)
+            return replace(spec, scale=spec.scale * 1.1)
 
-    def wrong(module, query, *args, **kwargs):
-        out, rest = honest(module, query, *args, **kwargs)
-        return out * 1.05, rest
+        return make
 
-    monkeypatch.setitem(install.AttentionInterface._global_mapping, install.ATTENTION, wrong)
+    for module in (fused, install):
+        monkeypatch.setattr(module, "AttentionSpec", scaled(module.AttentionSpec))
     args = grpo_config(output_dir=str(tmp_path))
-    with pytest.raises(ValueError, match=r"[0-9]\.[0-9]+e-0[0-9]"):
+    with pytest.raises(ParityError, match=r"differ by \d\.\d\de-0\d nats per token"):
         ours.GRPOTrainer(tiny.model(), tiny.reward, args, tiny.prompts(), processing_class=tiny.tokenizer())
 
 
