@@ -1,5 +1,6 @@
 """The kernel reward on a GPU: a Triton kernel is judged right and faster, and tricks with streams and buffers are not paid."""
 
+# ruff: noqa: E501 - a candidate, one line
 from __future__ import annotations
 
 import pytest
