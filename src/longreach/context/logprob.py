@@ -6,7 +6,6 @@ Shape suffixes: R labelled tokens, V vocabulary, C rows of one slice.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from ..attention.op import wide_dtype
+from ..kernels.logprob import row_logprob, row_logprob_backward
 from .install import Engine, enable, engine_of
 from .layer import ParamGrads
 from .tree import IGNORE, ROOT, TokenTree
 
-LOGITS_AT_ONCE = 1 << 24  # elements of one slice of logits
+LOGITS_AT_ONCE = (1 << 24, 1 << 26)  # elements of one slice of logits, on a CPU and on a GPU
 
 
 @dataclass(frozen=True)
@@ -113,76 +113,80 @@ def head_logprobs(
     """Head and log-softmax over slices of rows; the backward computes each slice's logits again."""
     head = engine.causal.get_output_embeddings()
     params = [p for p in head.parameters() if p.requires_grad]
-    rows = max(1, LOGITS_AT_ONCE // engine.config.vocab_size)
-    scale = final_scale(engine.config)
-    logprobs_R, entropies_R = _HeadLogprobs.apply(hidden_RH, labels_R, head, scale, temperature, entropy, rows, *params)
+    rows = max(1, LOGITS_AT_ONCE[hidden_RH.is_cuda] // engine.config.vocab_size)
+    job = _Head(head, rows, *final_scale(engine.config, temperature), entropy)
+    logprobs_R, entropies_R = _HeadLogprobs.apply(hidden_RH, labels_R, job, *params)
     return logprobs_R, entropies_R if entropy else None
 
 
-def final_scale(config: Any) -> Callable[[Tensor], Tensor]:
-    """What a model does to its logits after the head: softcap (Gemma 2), division (Granite), multiplication (Cohere)."""
-    cap = getattr(config, "final_logit_softcapping", None)
+def final_scale(config: Any, temperature: float) -> tuple[float, float | None]:
+    """(divisor, softcap) of the logits: the sampling temperature and what a model does to its logits after the head.
+
+    Softcap (Gemma 2), division (Granite), multiplication (Cohere).
+    """
     divisor = getattr(config, "logits_scaling", None) or 1.0
     factor = getattr(config, "logit_scale", None) or 1.0
+    return temperature * divisor / factor, getattr(config, "final_logit_softcapping", None)
 
-    def apply(logits: Tensor) -> Tensor:
-        if cap is not None:
-            logits = torch.tanh(logits / cap) * cap
-        if divisor != 1.0:
-            logits = logits / divisor
-        return logits * factor if factor != 1.0 else logits
 
-    return apply
+@dataclass(frozen=True)
+class _Head:
+    module: nn.Module
+    rows: int
+    divisor: float
+    softcap: float | None
+    entropy: bool
 
 
 class _HeadLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden_RH, labels_R, head, scale, temperature, entropy, rows, *params):
+    def forward(ctx: Any, hidden_RH: Tensor, labels_R: Tensor, head: _Head, *params: Tensor):
         device = hidden_RH.device.type
         ctx.autocast = (device, torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None
-        ctx.save_for_backward(hidden_RH, labels_R)
-        ctx.params, ctx.job = params, (head, scale, temperature, entropy, rows)
-        wide = wide_dtype(hidden_RH.dtype)
-        logprobs_R = torch.empty(len(hidden_RH), dtype=wide, device=hidden_RH.device)
-        entropies_R = torch.empty_like(logprobs_R) if entropy else logprobs_R.new_empty(0)
-        for at in range(0, len(hidden_RH), rows):
-            part = slice(at, at + rows)
-            z_CV = scale(head(hidden_RH[part]).to(wide)) / temperature
-            logp_CV = torch.log_softmax(z_CV, -1)
-            logprobs_R[part] = logp_CV.gather(-1, labels_R[part, None]).squeeze(-1)
-            if entropy:
-                entropies_R[part] = -(logp_CV.exp() * logp_CV).sum(-1)
+        parts = []
+        for at in range(0, len(hidden_RH), head.rows):
+            part = slice(at, at + head.rows)
+            logits_CV = head.module(hidden_RH[part])
+            parts.append(row_logprob(logits_CV, labels_R[part], head.divisor, head.softcap, head.entropy))
+            del logits_CV
+        none = torch.empty(0, dtype=wide_dtype(hidden_RH.dtype), device=hidden_RH.device)
+        logprobs_R = torch.cat([p[0] for p in parts]) if parts else none
+        lse_R = torch.cat([p[1] for p in parts]) if parts else none
+        entropies = [p[2] for p in parts if p[2] is not None]
+        entropies_R = torch.cat(entropies) if entropies else none.clone()
+        ctx.head, ctx.params = head, params
+        ctx.save_for_backward(hidden_RH, labels_R, lse_R, entropies_R)
         return logprobs_R, entropies_R
 
     @staticmethod
-    def backward(ctx: Any, dlogprobs_R, dentropies_R):
-        hidden_RH, labels_R = ctx.saved_tensors
-        head, scale, temperature, entropy, rows = ctx.job
+    def backward(ctx: Any, dlogprobs_R: Tensor, dentropies_R: Tensor):
+        hidden_RH, labels_R, lse_R, entropies_R = ctx.saved_tensors
+        head: _Head = ctx.head
         dhidden_RH = torch.zeros_like(hidden_RH)
         dparams = ParamGrads(ctx.params)
         autocast = torch.autocast(ctx.autocast[0], dtype=ctx.autocast[1]) if ctx.autocast else contextlib.nullcontext()
-        for at in range(0, len(hidden_RH), rows):
-            part = slice(at, at + rows)
+        for at in range(0, len(hidden_RH), head.rows):
+            part = slice(at, at + head.rows)
             h_CH = hidden_RH[part].detach().requires_grad_()
             with torch.enable_grad(), autocast:
-                z_CV = scale(head(h_CH).to(wide_dtype(h_CH.dtype))) / temperature
-            dz_CV = _dlogits(z_CV.detach(), labels_R[part], dlogprobs_R[part], dentropies_R[part] if entropy else None)
-            dh_CH, *grads = torch.autograd.grad(z_CV, [h_CH, *ctx.params], dz_CV, allow_unused=True)
+                logits_CV = head.module(h_CH)
+            dentropy_C, entropy_C = (dentropies_R[part], entropies_R[part]) if head.entropy else (None, None)
+            # Written over the logits, which the head's own backward does not read.
+            dlogits_CV = row_logprob_backward(
+                logits_CV.detach(),
+                labels_R[part],
+                lse_R[part],
+                dlogprobs_R[part],
+                dentropy_C,
+                entropy_C,
+                head.divisor,
+                head.softcap,
+            )
+            dh_CH, *grads = torch.autograd.grad(logits_CV, [h_CH, *ctx.params], dlogits_CV, allow_unused=True)
+            del logits_CV, dlogits_CV
             dhidden_RH[part] = dh_CH
             dparams.add(grads)
-        return dhidden_RH, None, None, None, None, None, None, *dparams.done()
-
-
-def _dlogits(z_CV: Tensor, labels_C: Tensor, dlogprob_C: Tensor, dentropy_C: Tensor | None) -> Tensor:
-    """d/dz of log p[label] is onehot - p; of the entropy H it is -p (log p + H)."""
-    logp_CV = torch.log_softmax(z_CV, -1)
-    p_CV = logp_CV.exp()
-    dz_CV = -p_CV * dlogprob_C[:, None]
-    dz_CV.scatter_add_(1, labels_C[:, None], dlogprob_C[:, None].to(dz_CV.dtype))
-    if dentropy_C is not None:
-        entropy_C = -(p_CV * logp_CV).sum(-1)
-        dz_CV -= dentropy_C[:, None] * p_CV * (logp_CV + entropy_C[:, None])
-    return dz_CV
+        return dhidden_RH, None, None, *dparams.done()
 
 
 def _router_loss(engine: Engine, logits: list[Tensor], rows_T: Tensor) -> Tensor:
