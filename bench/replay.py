@@ -123,7 +123,7 @@ class LeanKernels:
 def meta_engine() -> Iterator[None]:
     """Make the engine run on meta tensors: stand-in kernels and attention, no autocast, host memory that takes no bytes."""
     from longreach.attention import use_backend
-    from longreach.context import offload
+    from longreach.context import logprob, offload
 
     enabled = torch.is_autocast_enabled
     lean = LeanKernels()
@@ -136,6 +136,8 @@ def meta_engine() -> Iterator[None]:
         stack.enter_context(mock.patch.object(offload.HostRows, "save", _save))
         stack.enter_context(mock.patch.object(offload.HostRows, "prefetch", _prefetch))
         stack.enter_context(mock.patch.object(offload.HostRows, "fetch", _fetch))
+        at_once = logprob.LOGITS_AT_ONCE[True]  # that of a GPU
+        stack.enter_context(mock.patch.object(logprob, "LOGITS_AT_ONCE", (at_once, at_once)))
         stack.enter_context(use_backend(FlashShaped()))
         yield
 

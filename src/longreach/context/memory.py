@@ -15,13 +15,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .logprob import LOGITS_AT_ONCE
 from .shape import QK_NORM, ModelShape
 from .tree import KEY_BLOCK
 
 # Bytes of a weight in a matrix of a decoder layer; embedding, head and norms are stored in the compute dtype beside it.
 FORMATS: dict[str, tuple[float, int]] = {"bf16": (2, 2), "fp16": (2, 2), "fp32": (4, 4)}
-HEAD_BYTES_PER_LOGIT = 18  # slice of logits: as the head gives them, in fp32, scaled, and its softmax
 FLOAT = 4  # adapters (PEFT's default), sums of gradients, lse
 ADAM = 2  # states per trained parameter, in the parameter's dtype
 MIB = 2**20
@@ -152,14 +150,24 @@ def step_memory(work: Work, policy: Policy) -> Memory:
 def _host(work: Work, policy: Policy) -> dict[str, int]:
     if policy.offload == "none":
         return {}
-    kept = {"layer inputs": _input_bytes(work)}
+    takes = [_input_bytes(work)]
     if policy.save_attention:
-        kept["saved attention"] = _attention_bytes(work)
-    # A layer's tensor lies in one slab; slabs have a least size.
-    single = max(kept.values()) + ROUND
-    per_slab = max(1, SLAB // single)
-    slack = math.ceil(work.shape.layers / per_slab) * max(single, SLAB) - work.shape.layers * single
-    return {name: size * work.shape.layers for name, size in kept.items()} | {"slack of the pool": max(slack, 0)}
+        lse = work.tokens * work.shape.heads * FLOAT
+        takes += [_attention_bytes(work) - lse, lse]
+    layers = work.shape.layers
+    found = {"layer inputs": layers * takes[0], "saved attention": layers * sum(takes[1:])}
+    return {k: v for k, v in found.items() if v} | {"slack of the pool": _pool(takes * layers) - layers * sum(takes)}
+
+
+def _pool(takes: list[int]) -> int:
+    """Bytes of the slabs that `offload.Lease.take` makes for these tensors: none lies in two slabs."""
+    total = room = 0
+    for size in takes:
+        if size > room:
+            room = max(size, SLAB)
+            total += room
+        room -= math.ceil(size / ROUND) * ROUND
+    return total
 
 
 def _input_bytes(work: Work) -> int:
@@ -208,8 +216,10 @@ def _moments(work: Work, policy: Policy) -> dict[str, dict[str, int]]:
 
 
 def _head(work: Work) -> int:
-    rows = min(work.labelled, max(1, LOGITS_AT_ONCE // work.shape.vocab))
-    logits = math.ceil(rows * work.shape.vocab * HEAD_BYTES_PER_LOGIT)
+    from .logprob import LOGITS_AT_ONCE  # here, because it brings Transformers along
+
+    rows = min(work.labelled, max(1, LOGITS_AT_ONCE[True] // work.shape.vocab))
+    logits = rows * work.shape.vocab * work.itemsize  # their gradient is written over them
     if work.ranks:
         return logits
     return logits + work.shape.table * (FLOAT + work.itemsize)  # the head's own gradient, summed in fp32
