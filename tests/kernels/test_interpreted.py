@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from longreach import kernels
 from longreach.kernels import dispatch
 from longreach.kernels.jit import norm
 
@@ -37,6 +38,16 @@ def test_weight_gradient_over_more_rows_than_programs(monkeypatch: pytest.Monkey
         ours = case("cpu", torch.float32)
     for x, y in zip(ours, case("cpu", torch.float64), strict=True):
         torch.testing.assert_close(x.double(), y, rtol=2e-6, atol=2e-6)
+
+
+def test_certain_token() -> None:
+    """Probability one: log-prob and entropy are zero, not a rounding above it."""
+    logits = torch.full((2, 9000), -60.0)
+    logits[0, 8500], logits[1, 3] = 37.7, 41.3
+    with dispatch.use("jit"):
+        logprob, lse, entropy = kernels.row_logprob(logits, torch.tensor([8500, 3]), 0.9, None, True)
+    assert torch.equal(logprob, torch.zeros(2)) and torch.equal(entropy, torch.zeros(2))
+    torch.testing.assert_close(lse, torch.tensor([37.7, 41.3]) / 0.9)
 
 
 @pytest.mark.parametrize("name", ["norm-80", "norm-rope-96-96", "merge-80", "logprob-8193"])

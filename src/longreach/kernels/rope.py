@@ -91,11 +91,12 @@ def qk_norm_rope_backward(
 
 
 def _check(op, q, k, cos, sin, q_weight, k_weight, *, q_out, k_out) -> None:
-    for name, x in (("q", q), ("k", k)):
-        if x.dim() != 3:
-            raise ValueError(f"{op}: {name} has shape {tuple(x.shape)}; expected three axes [tokens, heads, head size]")
-    T, _, D = q.shape
-    check_shape(op, "k", k, (T, k.shape[1], D), "q")
+    if q.dim() != 3 or k.dim() != 3:
+        name, x = ("q", q) if q.dim() != 3 else ("k", k)
+        raise ValueError(f"{op}: {name} has shape {tuple(x.shape)}; expected three axes [tokens, heads, head size]")
+    T, H, D = q.shape
+    K = k.shape[1]
+    check_shape(op, "k", k, (T, K, D), "q")
     width = cos.shape[-1]
     if width % 2 or not 0 < width <= D:
         raise ValueError(f"{op}: cos is {width} wide; the rotary width must be even and at most the head size, {D}")
@@ -104,7 +105,7 @@ def _check(op, q, k, cos, sin, q_weight, k_weight, *, q_out, k_out) -> None:
     if (q_weight is None) != (k_weight is None):
         raise ValueError(f"{op}: {'q' if q_weight is None else 'k'}_weight is None; give both weights or neither")
     for name, x, shape in (
-        ("q_weight", q_weight, (D,)), ("k_weight", k_weight, (D,)), ("q_out", q_out, q.shape), ("k_out", k_out, k.shape)
+        ("q_weight", q_weight, (D,)), ("k_weight", k_weight, (D,)), ("q_out", q_out, (T, H, D)), ("k_out", k_out, (T, K, D))
     ):  # fmt: skip
         if x is not None:
             check_shape(op, name, x, shape, "q and k")

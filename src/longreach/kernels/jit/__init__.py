@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 try:
-    import triton
+    import triton  # noqa: F401
 except ImportError as error:
     raise ImportError(
         "CUDA tensors need the package triton, which isn't installed: pip install 'longreach[gpu]'"
@@ -32,7 +32,12 @@ def launch(kernel: Any, grid: tuple[int, ...], x: Tensor, *args: Any, **meta: An
 
 def padded(size: int) -> int:
     """Smallest power of two that holds `size`: what a Triton block can be."""
-    return triton.next_power_of_2(size)
+    return 1 << (size - 1).bit_length()
+
+
+def parts(size: int, block: int) -> int:
+    """How many blocks hold `size`."""
+    return -(-size // block)
 
 
 def warps(elements: int, each: int) -> int:

@@ -13,25 +13,27 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import launch, padded, warps
+from . import launch, padded, parts, warps
 
-BLOCK = 8192
+BLOCK = 4096
 EACH_FORWARD = 32
-BLOCK_BACKWARD = 4096
 EACH_BACKWARD = 16
 
 
+# Exponents are kept in units of log 2: exp2 is what the hardware has, and the factor joins that of the temperature.
+LOG2_E = tl.constexpr(1.4426950408889634)
+LOG_2 = tl.constexpr(0.6931471805599453)
+
+
 @triton.jit
-def _scaled(x, inverse_temperature, softcap, SOFTCAP: tl.constexpr):
-    """z, and the slope of the softcap (1 without one); tanh(y) = 2 sigmoid(2y) - 1."""
+def _capped(x, softcap, SOFTCAP: tl.constexpr):
+    """The logit, capped if asked for, and the slope of the cap; tanh(y) = 2 sigmoid(2y) - 1."""
+    slope = 1.0
     if SOFTCAP:
         t = 2.0 * tl.sigmoid(2.0 * x / softcap) - 1.0
-        z = softcap * t * inverse_temperature
+        x = softcap * t
         slope = 1.0 - t * t
-    else:
-        z = x * inverse_temperature
-        slope = 1.0
-    return z, slope
+    return x, slope
 
 
 @triton.jit
@@ -39,24 +41,28 @@ def _block_kernel(
     logits_ptr, partial_ptr, row_stride, inverse_temperature, softcap,
     V: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr, SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr,
 ):  # fmt: skip
-    """Of one block: m = max z, sum exp(z - m), sum exp(z - m) (z - m); written as [C, 3, S]."""
+    """Of one block: the largest logit m; with d = (logit - m) / temperature / log 2, the sums of 2^d and 2^d d: [C, 3, S].
+
+    Differences are taken before anything is scaled, so a token of probability one gets log-prob zero exactly.
+    """
     program = tl.program_id(0)
     row = (program // S).to(tl.int64)
     block = program % S
     col = block * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits_ptr + row * row_stride + col, mask=col < V, other=float("-inf")).to(tl.float32)
-    z, _ = _scaled(x, inverse_temperature, softcap, SOFTCAP)
+    x, _ = _capped(x, softcap, SOFTCAP)
     if SOFTCAP:
-        z = tl.where(col < V, z, float("-inf"))
-    top = tl.max(z, 0)
-    # A block of -inf alone (masked tokens) has no maximum to subtract.
-    d = z - tl.where(top == float("-inf"), 0.0, top)
-    e = tl.exp(d)
+        x = tl.where(col < V, x, float("-inf"))
+    top = tl.max(x, 0)
+    # A block of -inf alone (tokens ruled out) has no maximum to subtract; and -inf times 0 has no value.
+    d = (x - tl.where(top == float("-inf"), 0.0, top)) * (inverse_temperature * LOG2_E)
+    d = tl.maximum(d, -1000.0)
+    e = tl.exp2(d)
     at = partial_ptr + row * (3 * S) + block
     tl.store(at, top)
     tl.store(at + S, tl.sum(e, 0))
     if ENTROPY:
-        tl.store(at + 2 * S, tl.sum(e * tl.where(e > 0, d, 0.0), 0))
+        tl.store(at + 2 * S, tl.sum(e * d, 0))
 
 
 @triton.jit
@@ -71,20 +77,20 @@ def _join_kernel(
     top_S = tl.load(at, mask=mask, other=float("-inf"))
     sum_S = tl.load(at + S, mask=mask, other=0.0)
     top = tl.max(top_S, 0)
-    shift_S = tl.where(top_S == float("-inf"), 0.0, top_S - top)
-    factor_S = tl.where(top_S == float("-inf"), 0.0, tl.exp(shift_S))
+    shift_S = tl.where(top_S == float("-inf"), 0.0, (top_S - top) * (inverse_temperature * LOG2_E))
+    factor_S = tl.where(top_S == float("-inf"), 0.0, tl.exp2(shift_S))
     total = tl.sum(sum_S * factor_S, 0)
-    log_total = tl.log(total)
+    log_total = tl.log2(total) * LOG_2
     label = tl.load(labels_ptr + row).to(tl.int64)
     valid = (label >= 0) & (label < V)
     x = tl.load(logits_ptr + row * row_stride + label, mask=valid, other=float("nan")).to(tl.float32)
-    z, _ = _scaled(x, inverse_temperature, softcap, SOFTCAP)
-    tl.store(logprob_ptr + row, (z - top) - log_total)
-    tl.store(lse_ptr + row, top + log_total)
+    x, _ = _capped(x, softcap, SOFTCAP)
+    tl.store(logprob_ptr + row, (x - top) * inverse_temperature - log_total)
+    tl.store(lse_ptr + row, top * inverse_temperature + log_total)
     if ENTROPY:
         moment_S = tl.load(at + 2 * S, mask=mask, other=0.0)
         moment = tl.sum((moment_S + sum_S * shift_S) * factor_S, 0)
-        tl.store(entropy_ptr + row, log_total - moment / total)
+        tl.store(entropy_ptr + row, log_total - moment / total * LOG_2)
 
 
 @triton.jit
@@ -98,8 +104,8 @@ def _backward_kernel(
     mask = col < V
     at = logits_ptr + row * row_stride + col
     x = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    z, slope = _scaled(x, inverse_temperature, softcap, SOFTCAP)
-    logp = z - tl.load(lse_ptr + row)
+    x, slope = _capped(x, softcap, SOFTCAP)
+    logp = x * inverse_temperature - tl.load(lse_ptr + row)
     p = tl.exp(logp)
     dlogprob = tl.load(dlogprob_ptr + row).to(tl.float32)
     label = tl.load(labels_ptr + row)
@@ -121,7 +127,7 @@ def row_logprob(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     C, V = logits_CV.shape
     block = min(BLOCK, padded(V))
-    S = triton.cdiv(V, block)
+    S = parts(V, block)
     device = logits_CV.device
     partial = torch.empty(C, 3, S, dtype=torch.float32, device=device)
     logprob_C, lse_C = (torch.empty(C, dtype=torch.float32, device=device) for _ in range(2))
@@ -150,8 +156,8 @@ def row_logprob_backward(
     softcap: float | None = None,
 ) -> Tensor:
     C, V = logits_CV.shape
-    block = min(BLOCK_BACKWARD, padded(V))
-    S = triton.cdiv(V, block)
+    block = min(BLOCK, padded(V))
+    S = parts(V, block)
     launch(
         _backward_kernel, (C * S,), logits_CV, labels_C, lse_C, dlogprob_C,
         lse_C if dentropy_C is None else dentropy_C, lse_C if entropy_C is None else entropy_C,

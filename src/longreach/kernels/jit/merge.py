@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import launch, padded, warps
+from . import launch, padded, parts, warps
 
 ELEMENTS = 4096  # of one block
 EACH = 16
@@ -92,7 +92,7 @@ def _shape(out_CHD: Tensor) -> tuple[tuple[int, ...], dict[str, int]]:
     block_d = padded(D)
     block_c = max(1, ELEMENTS // block_d)
     sizes = {"D": D, "BLOCK_C": block_c, "BLOCK_D": block_d, "num_warps": warps(block_c * block_d, EACH)}
-    return (triton.cdiv(C, block_c), H), sizes
+    return (parts(C, block_c), H), sizes
 
 
 def merge_blocks(out_a_CHD: Tensor, lse_a_HC: Tensor, out_b_CHD: Tensor, lse_b_HC: Tensor) -> None:
@@ -111,7 +111,7 @@ def apply_sink(out_CHD: Tensor, lse_HC: Tensor, sinks_H: Tensor) -> None:
 def add_rows(dst: Tensor, src: Tensor) -> None:
     N, width = len(dst), dst[:1].numel()
     block = min(ELEMENTS // 2, padded(width))
-    blocks = triton.cdiv(width, block)
+    blocks = parts(width, block)
     launch(
         _add_kernel, (N * blocks,), dst, src, dst.stride(0), src.stride(0),
         W=width, BLOCKS=blocks, BLOCK=block, num_warps=warps(block, EACH),

@@ -10,11 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import launch, padded, warps
+from . import launch, padded, parts, warps
 
 # Elements a thread holds: more loads in flight per thread against more threads per multiprocessor.
-EACH_FORWARD = 32
-EACH_BACKWARD = 16
+EACH = 32
+EACH_DWEIGHT = 16  # beside the sums
 # Weight gradient: at most this many partial sums, of at least ROWS rows each; fixed, so the bits don't depend on the card.
 PARTIALS = 1024
 ROWS = 4
@@ -131,7 +131,7 @@ def _forward(x_TH, residual_TH, weight_H, sum_TH, y_TH, eps, unit_offset) -> Ten
         _forward_kernel, (T,), x_TH, x_TH if residual_TH is None else residual_TH, weight_H,
         y_TH if sum_TH is None else sum_TH, y_TH, rstd_T,
         x_TH.stride(0), 0 if residual_TH is None else residual_TH.stride(0), y_TH.stride(0), eps,
-        H=H, BLOCK=block, ADD=residual_TH is not None, UNIT_OFFSET=unit_offset, num_warps=warps(block, EACH_FORWARD),
+        H=H, BLOCK=block, ADD=residual_TH is not None, UNIT_OFFSET=unit_offset, num_warps=warps(block, EACH),
     )  # fmt: skip
     return rstd_T
 
@@ -151,7 +151,7 @@ def rms_norm_backward(
     dx_TH = out if out is not None else add
     if dx_TH is None:
         dx_TH = torch.empty(x_TH.shape, dtype=x_TH.dtype, device=x_TH.device)
-    programs = min(triton.cdiv(T, ROWS), PARTIALS) if need_dweight else T
+    programs = min(parts(T, ROWS), PARTIALS) if need_dweight else T
     partial_PH = torch.empty(programs, H, dtype=torch.float32, device=x_TH.device) if need_dweight else None
     block = padded(H)
     launch(
@@ -159,6 +159,6 @@ def rms_norm_backward(
         rstd_T if partial_PH is None else partial_PH,
         dy_TH.stride(0), x_TH.stride(0), 0 if add is None else add.stride(0), dx_TH.stride(0),
         T, H=H, BLOCK=block, ADD=add is not None, UNIT_OFFSET=unit_offset, DWEIGHT=need_dweight,
-        num_warps=warps(block, EACH_BACKWARD),
+        num_warps=warps(block, EACH_DWEIGHT if need_dweight else EACH),
     )  # fmt: skip
     return dx_TH, None if partial_PH is None else partial_PH.sum(0).to(weight_H.dtype)

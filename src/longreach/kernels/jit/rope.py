@@ -6,6 +6,8 @@ K key heads, D head size, R rotary width.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -175,9 +177,8 @@ def _backward_kernel(
     )  # fmt: skip
 
 
-def _sizes(q_THD: Tensor, k_TKD: Tensor, cos_TR: Tensor) -> dict[str, int]:
-    _, H, D = q_THD.shape
-    K, R = k_TKD.shape[1], cos_TR.shape[1]
+@functools.cache
+def _sizes(H: int, K: int, D: int, R: int) -> dict[str, int]:
     return {
         "H": H, "K": K, "BLOCK_H": padded(H), "BLOCK_K": padded(K), "D": D,
         "HALF": R // 2, "BLOCK_R": padded(R // 2), "REST": D - R, "BLOCK_P": padded(max(D - R, 1)),
@@ -198,6 +199,7 @@ def qk_norm_rope(
     q_out: Tensor | None = None,
     k_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
+    T, H, D = q_THD.shape
     y_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device) if q_out is None else q_out
     y_TKD = torch.empty(k_TKD.shape, dtype=k_TKD.dtype, device=k_TKD.device) if k_out is None else k_out
     stats = None
@@ -209,10 +211,10 @@ def qk_norm_rope(
     # Without a norm these four pointers are never read; any tensor stands in for them.
     norm = (cos_TR,) * 4 if stats is None else (q_weight_D, k_weight_D, *stats)
     launch(
-        _forward_kernel, (len(q_THD),), q_THD, k_TKD, cos_TR, sin_TR, norm[0], norm[1], y_THD, y_TKD, norm[2], norm[3],
+        _forward_kernel, (T,), q_THD, k_TKD, cos_TR, sin_TR, norm[0], norm[1], y_THD, y_TKD, norm[2], norm[3],
         *q_THD.stride()[:2], *k_TKD.stride()[:2], cos_TR.stride(0), sin_TR.stride(0),
         *y_THD.stride()[:2], *y_TKD.stride()[:2], eps,
-        **_sizes(q_THD, k_TKD, cos_TR), NORM=stats is not None, UNIT_OFFSET=unit_offset,
+        **_sizes(H, k_TKD.shape[1], D, cos_TR.shape[1]), NORM=stats is not None, UNIT_OFFSET=unit_offset,
     )  # fmt: skip
     return y_THD, y_TKD, stats
 
@@ -233,7 +235,7 @@ def qk_norm_rope_backward(
     dq_out: Tensor | None = None,
     dk_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    T, _, D = dq_THD.shape
+    T, H, D = dq_THD.shape
     dq_out = dq_THD if dq_out is None else dq_out
     dk_out = dk_TKD if dk_out is None else dk_out
     norm: tuple[Tensor, ...] = (cos_TR,) * 4
@@ -248,7 +250,8 @@ def qk_norm_rope_backward(
         _backward_kernel, (T,), dq_THD, dk_TKD, *x, cos_TR, sin_TR, *norm, dq_out, dk_out, *shares_TD,
         *dq_THD.stride()[:2], *dk_TKD.stride()[:2], *x[0].stride()[:2], *x[1].stride()[:2],
         cos_TR.stride(0), sin_TR.stride(0), *dq_out.stride()[:2], *dk_out.stride()[:2],
-        **_sizes(dq_THD, dk_TKD, cos_TR), NORM=q_weight_D is not None, UNIT_OFFSET=unit_offset, DWEIGHT=need_dweight,
+        **_sizes(H, dk_TKD.shape[1], D, cos_TR.shape[1]), NORM=q_weight_D is not None,
+        UNIT_OFFSET=unit_offset, DWEIGHT=need_dweight,
     )  # fmt: skip
     if not need_dweight:
         return dq_out, dk_out, None, None

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..reference import CUBIC, TWO_ROOT
-from . import launch, padded, warps
+from . import launch, padded, parts, warps
 
 BLOCK = 2048
 EACH = 16
@@ -69,7 +69,7 @@ def _backward_kernel(
 def _shape(gate_TF: Tensor) -> tuple[tuple[int, ...], dict[str, int]]:
     T, F = gate_TF.shape
     block = min(BLOCK, padded(F))
-    blocks = triton.cdiv(F, block)
+    blocks = parts(F, block)
     return (T * blocks,), {"F": F, "BLOCKS": blocks, "BLOCK": block, "num_warps": warps(block, EACH)}
 
 
