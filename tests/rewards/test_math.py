@@ -1,5 +1,6 @@
 """The strict maths reward: what must be accepted, what must be refused, and how it fails."""
 
+import random
 import threading
 import time
 from fractions import Fraction
@@ -45,6 +46,18 @@ def pay(text, answer, prompt="What is it?", reward=REWARD):
         (r"\boxed{(B)}", "B"),
         (r"\boxed{0.5x}", r"\frac{x}{2}"),
         (r"\boxed{x \le 3}", r"x \leq 3"),
+        (r"\boxed{[-2, 7]}", r"x \in [-2,7]"),
+        (r"\boxed{x \in [-2, 7]}", r"[-2,7]"),
+        (r"\boxed{1\,000\,000}", "1000000"),
+        (r"\boxed{10^6}", "1000000"),
+        (r"\boxed{\pm 2}", "2, -2"),
+        (r"\boxed{2, -2}", r"\pm 2"),
+        (r"\boxed{7 \text{ and } 13}", "7, 13"),
+        (r"\boxed{24 \text{ cubic meters}}", "24"),
+        (r"\boxed{\begin{pmatrix}-7\\16\end{pmatrix}}", r"\begin{pmatrix} -7 \\ 16 \end{pmatrix}"),
+        (r"\boxed{(3, 4), (1, -2)}", "(1,-2), (3,4)"),
+        (r"\boxed{\frac{1}{\sqrt{3}}}", r"\frac{\sqrt{3}}{3}"),
+        (r"\boxed{f(x) = x + 1}", "x+1"),
         (r"\boxed{42}", r"First 6*7, so \boxed{42}"),
         (r"\boxed{42}", "Six times seven\n#### 42"),
     ],
@@ -91,6 +104,11 @@ def test_right_answers_are_paid(text, answer):
         (r"\boxed{(2, 1)}", "(1, 2)"),
         (r"\boxed{[1, 2]}", "(1, 2)"),
         (r"\boxed{1, 2, 3}", "1, 2"),
+        (r"\boxed{9^{999}}", "42"),
+        (r"\boxed{x \in \mathbb{R}}", "[-2, 7]"),
+        (r"\boxed{1 \pm 2}", "2, -2"),
+        (r"\boxed{41 \text{ and } 42}", "42"),
+        (r"\boxed{1,00,0}", "1000"),
         (r"\boxed{(1, 2)}", "1, 2"),
         (r"\boxed{x^2=x^2+3x+2}", "x^2+3x+2"),
         (r"\boxed{\sqrt{2} \approx 1.41}", r"\sqrt{2}"),
@@ -110,6 +128,8 @@ def test_tricks_are_not_paid(text, answer):
 def test_an_echo_of_the_prompt_is_no_answer():
     assert pay(r"\boxed{(x+1)(x+2)}", "x^2+3x+2", prompt="Expand $(x+1)(x+2)$.") == 0.0
     assert pay(r"\boxed{(x+1)(x+2)}", "x^2+3x+2", prompt="Which polynomial has the roots -1 and -2?") == 1.0
+    assert pay(r"\boxed{2^{10}}", "1024", prompt="What is $2^{10}$?") == 0.0
+    assert pay(r"\boxed{2^{10}}", "1024", prompt="How many subsets has a set of ten?") == 1.0
 
 
 def test_the_answer_is_the_assistants_last_message():
@@ -186,3 +206,71 @@ def test_errors_name_the_column_and_what_is_needed():
 def test_results_say_why():
     (result,) = REWARD.grade(prompts=["?"], completions=[r"\boxed{1} \boxed{2}"], answer=["2"])
     assert (result.status, result.reason) == ("wrong", "2 different final answers")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "#### 4" + " " * 300_000 + "x",
+        r"\boxed{42}" * 30_000,
+        r"\boxed{" * 100_000,
+        r"\boxed" + " " * 300_000,
+        "<answer>" * 100_000,
+        "not " * 100_000 + r"\boxed{41}",
+        r"\boxed{" + "1e" * 190 + "}",
+        r"\boxed{" + "(" * 390 + "}",
+        "<think>" * 50_000 + "</think>" * 50_000,
+    ],
+)
+def test_long_completions_take_no_long_time(text):
+    start = time.monotonic()
+    paid = pay(text, "42"), pay(text, "x+y")
+    assert time.monotonic() - start < 5.0
+    assert paid[0] == (1.0 if text.startswith(r"\boxed{42}") else 0.0)
+
+
+def test_random_completions_never_raise():
+    rng = random.Random(0)
+    tokens = [
+        *[
+            r"\boxed{",
+            r"}",
+            r"{",
+            r"\frac",
+            r"{",
+            r"}",
+            r"1",
+            r"2",
+            r"42",
+            r"=",
+            r",",
+            r"(",
+            r")",
+            r"[",
+            r"]",
+            r"\{",
+            r"\}",
+            r"^",
+            r"_",
+            r"x",
+            r"y",
+            r"\pm",
+            r"\text{",
+            r"or",
+            r"}",
+            r".",
+            r"-",
+            r"+",
+            r"/",
+            r"\sqrt",
+            r"<",
+            r">",
+            r"$",
+            r"\%",
+            r"\in",
+            r"\\",
+        ]
+    ]
+    for i in range(400):
+        text = r"\boxed{" + " ".join(rng.choices(tokens, k=rng.randint(1, 12))) + "}" * rng.randint(0, 2)
+        assert pay(text, "1237" if i % 20 else r"\sqrt{1237}+x") == 0.0, text

@@ -22,7 +22,7 @@ _DENIED = re.compile(
     r"(?:\s+(?:equal(?:\s+to)?|be|exactly|simply|just|the|value|number|answer|is))*\s*[:=]?\s*(?:\$|\\\(|\\\[|\*|\s)*$",
     re.IGNORECASE,
 )
-_HASH_LINE = re.compile(r"^[ \t]*####[ \t]*(\S.*?)[ \t]*$", re.MULTILINE)
+_HASH_LINE = re.compile(r"^[ \t]*####[ \t]*(\S.*)$", re.MULTILINE)
 _DENIAL_WINDOW = 80  # characters before a slot that are searched for a denial
 
 

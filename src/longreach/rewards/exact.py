@@ -13,15 +13,18 @@ from fractions import Fraction
 
 # Left out or inserted by models at will; they never change which number is meant.
 _SPACING = re.compile(
-    r"\\(?:left|right|displaystyle|textstyle|limits|bigl?|bigr?|Bigl?|Bigr?|quad|qquad)(?![A-Za-z])|\\[,;:! ]|~"
+    r"\\(?:left|right|displaystyle|textstyle|limits|bigl?|bigr?|Bigl?|Bigr?|quad|qquad)(?![A-Za-z])|(?<!\\)\\[,;:! ]|~"
 )
+_DIGIT_GAP = re.compile(r"(?<=\d)(?:\\[,!]|\{,\})(?=\d{3}(?!\d))")
 _WRAPPER = re.compile(r"\\(?:text|textrm|textbf|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
 _UNIT_NAMES = (
     "cm|mm|km|m|in|inch|inches|ft|feet|foot|yd|yards?|miles?|meters?|metres?|centimeters?|centimetres?|kg|g|mg|grams?|"
-    "lb|lbs|pounds?|s|sec|seconds?|min|minutes?|h|hr|hrs|hours?|days?|weeks?|months?|years?|degrees?|radians?|units?|"
-    "square units?|cubic units?|dollars?|cents?|euros?|percent|points?|L|mL|liters?|litres?|mph|people|students?|ways?"
+    "lb|lbs|pounds?|s|sec|seconds?|min|minutes?|h|hr|hrs|hours?|days?|weeks?|months?|years?|degrees?|radians?|"
+    "units?|dollars?|cents?|euros?|percent|points?|L|mL|liters?|litres?|mph|people|students?|ways?"
 )
-_UNIT = re.compile(rf"\s*(?P<unit>(?:{_UNIT_NAMES})(?:\s*\^\s*\{{?[23]\}}?)?|\^\s*\{{?\\circ\}}?|°|\\?%|€|\\?\$)\s*$")
+_UNIT = re.compile(
+    rf"\s*(?P<unit>(?:(?:square|cubic)\s+)?(?:{_UNIT_NAMES})(?:\s*\^\s*\{{?[23]\}}?)?|\^\s*\{{?\\circ\}}?|°|\\?%|€|\\?\$)\s*$"
+)
 _CURRENCY = re.compile(r"^\s*(?P<unit>\\?\$|€|£)\s*(?=[\d.])")
 
 _INTEGER = r"\d{1,3}(?:\{?,\}?\d{3})+|\d+"
@@ -32,6 +35,7 @@ _SCIENTIFIC = re.compile(
 _LATEX_FRACTION = re.compile(
     r"^([+-]?)\s*(?:(\d+)\s*)?\\frac\s*(?:\{([^{}]+)\}|(\d))\s*(?:\{([^{}]+)\}|(\d))$", re.ASCII
 )
+_POWER = re.compile(r"^(\d{1,9})\s*\^\s*(?:\{\s*(\d{1,3})\s*\}|(\d))$", re.ASCII)
 _SLASHED = re.compile(r"^([+-]?[^/]+)/([^/]+)$")
 _MAX_EXPONENT = 400  # 10^400 is past any float; larger exponents are a way to exhaust memory
 
@@ -42,6 +46,7 @@ _MARKS = re.compile(
     r"\\implies|\\(?:L|l)?(?:eft)?(?:R|r)ightarrow|\\to(?![A-Za-z])|→|⇒|\\begin|\\not|\\neg|\\boxed|:|&|#|\||\\mid|\\tag"
 )
 _WORDS = re.compile(r"\b(?:or|and|not|nor|either|neither|approximately|about|between|to)\b", re.IGNORECASE)
+_MEMBERSHIP = re.compile(r"^\s*[A-Za-z]\s*(?:\\in(?![A-Za-z])|∈)(?P<value>.+)$")
 _ASSIGNMENT = re.compile(r"^\s*(?P<name>\\?[A-Za-z]+(?:_\{?\w+\}?)?(?:\s*\(\s*[A-Za-z]\s*\))?)\s*=(?P<value>[^=]+)$")
 
 
@@ -61,7 +66,7 @@ def clean(latex: str) -> str:
     for opening, closing in (("\\(", "\\)"), ("\\[", "\\]"), ("$$", "$$"), ("$", "$")):
         if len(text) > len(opening) + len(closing) and text.startswith(opening) and text.endswith(closing):
             text = text[len(opening) : -len(closing)]
-    text = _WRAPPER.sub(r" \1 ", _SPACING.sub(" ", text))
+    text = _WRAPPER.sub(r" \1 ", _SPACING.sub(" ", _DIGIT_GAP.sub("", text)))
     text = re.sub(r"\s+", " ", text).strip()
     return text[:-1].rstrip() if text.endswith(".") and not text.endswith("..") else text
 
@@ -82,7 +87,7 @@ def rational(text: str) -> Fraction | None:
     """The exact value of a number literal, or ``None`` if ``text`` is not one.
 
     Literals are integers (with or without thousands separators), decimals, ``a/b``, ``\\frac{a}{b}``, mixed
-    ``a\\frac{b}{c}`` and ``a \\times 10^{n}`` or ``aEn``.
+    ``a\\frac{b}{c}``, ``a \\times 10^{n}`` or ``aEn``, and a whole number to a whole power.
     """
     text = text.strip()
     if len(text) > 400:
@@ -106,6 +111,9 @@ def rational(text: str) -> Fraction | None:
         if mantissa is None or abs(exponent) > _MAX_EXPONENT:
             return None
         return mantissa * Fraction(10) ** exponent
+    if match := _POWER.match(text):
+        exponent = int(match[2] or match[3])
+        return Fraction(int(match[1]) ** exponent) if exponent <= _MAX_EXPONENT else None
     if match := _SLASHED.match(text):
         return _ratio(*match.groups())
     return None
@@ -140,7 +148,9 @@ def parts(text: str) -> list[str]:
 
 
 def assigned(text: str) -> str:
-    """``42`` of ``x = 42``; ``text`` itself if it is no assignment to a single name."""
+    """``42`` of ``x = 42``, ``[0, 1]`` of ``x \\in [0, 1]``; ``text`` itself if it is not of that form."""
+    if match := _MEMBERSHIP.match(text):
+        return match["value"].strip()
     match = _ASSIGNMENT.match(text)
     if match is None or re.search(rf"(?<![A-Za-z\\]){re.escape(match['name'])}(?![A-Za-z])", match["value"]):
         return text

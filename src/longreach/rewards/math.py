@@ -79,18 +79,24 @@ class MathReward:
     def _equal(self, answer: str, reference: str, prompt: Any) -> tuple[bool, str]:
         if exact.is_words(reference):
             return exact.same_words(answer, reference), f"words, expected {reference!r}"
-        expected = exact.quantity(exact.assigned(reference))
-        extra = exact.marks(exact.assigned(answer)) - exact.marks(exact.assigned(reference))
+        answer, reference = exact.assigned(answer), exact.assigned(reference)
+        several = len(exact.parts(reference)) > 1
+        if several:
+            answer, reference = (re.sub(r"\s+and\s+", ", ", text) for text in (answer, reference))
+        extra = exact.marks(answer) - exact.marks(reference) - ({"\\pm"} if several else set())
         if extra and answer != reference:
             return False, f"not one value: {' '.join(sorted(extra))}"
+        expected = exact.quantity(reference)
         if expected is not None:
-            return self._equal_number(exact.assigned(answer), expected)
+            return self._equal_number(answer, expected, prompt)
         return self._equal_expression(answer, reference, prompt)
 
-    def _equal_number(self, answer: str, expected: exact.Quantity) -> tuple[bool, str]:
+    def _equal_number(self, answer: str, expected: exact.Quantity, prompt: Any) -> tuple[bool, str]:
         given = exact.quantity(answer)
         if given is None:
             return False, "not a number literal"
+        if "^" in answer and _key(answer) in _key(exact.clean(prompt_text(prompt))):
+            return False, "an echo of the prompt"
         if given.unit and expected.unit and given.unit != expected.unit:
             return False, f"unit {given.unit!r} instead of {expected.unit!r}"
         if abs(given.value - expected.value) > self.relative_tolerance * abs(expected.value):
@@ -98,7 +104,8 @@ class MathReward:
         return True, ""
 
     def _equal_expression(self, answer: str, reference: str, prompt: Any) -> tuple[bool, str]:
-        if (counts := (len(exact.parts(answer)), len(exact.parts(reference))))[0] != counts[1]:
+        counts = len(exact.parts(answer)), len(exact.parts(reference))
+        if counts[0] != counts[1] and "\\pm" not in answer + reference:
             return False, f"{counts[0]} values instead of {counts[1]}"
         answer_key, reference_key = _key(answer), _key(reference)
         if answer_key == reference_key:
