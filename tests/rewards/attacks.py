@@ -66,6 +66,11 @@ _SIMPLE = {
         "change modes": 'return attempt(lambda: os.chmod(target["secret"], 0o777), lambda: os.chown(target["secret"], 0, 0), lambda: os.utime(target["secret"]))',
         "make a directory or a pipe": 'return attempt(lambda: os.mkdir(target["writable"] + "/d"), lambda: os.mkfifo(target["writable"] + "/p"))',
         "open by handle": "return call(304, 265, -100, ctypes.create_string_buffer(128), 0)",
+        "open for the path alone": 'return attempt(lambda: os.open("/etc", 0x200000), lambda: os.open(target["secret"], 0x200000))',
+        "map the library for writing": """
+            import mmap
+            return attempt(lambda: mmap.mmap(os.open(os.__file__, os.O_RDONLY), 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_WRITE))""",
+        "lock what others use": "import fcntl\nreturn attempt(lambda: fcntl.flock(0, fcntl.LOCK_EX))",
         "open a device": 'return attempt(lambda: open("/dev/tty"), lambda: open("/dev/kmsg"), lambda: open("/dev/mem", "rb"))',
     },
     "proc": {

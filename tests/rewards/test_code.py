@@ -13,6 +13,7 @@ import pytest
 from longreach.rewards import (
     FunctionTask,
     InfrastructureError,
+    Limits,
     Policy,
     ProgramTask,
     Relation,
@@ -375,6 +376,17 @@ def test_tests_of_changed_arguments(reward: CodeReward) -> None:
     assert reward.grade_source("def f(x): x.sort()", SuiteTask(Suite([snippet]))).status == "wrong"
     reads_again = SuiteTask(Suite(["xs = [3, 1]\nys = f(xs)\nassert ys == sorted(xs)"]))
     assert reward.grade_source("def f(x):\n    x.clear()\n    return []", reads_again).status == "wrong"
+
+
+def test_a_candidate_cannot_break_the_suite(box: Sandbox) -> None:
+    """What overwhelms the tests' process stops neither the run nor is it paid."""
+    endless = "class E:\n    def __iter__(s): return s\n    def __next__(s): return 1\ndef f(): return E()"
+    heavy = "def f(): return 'a' * 30 + 'b'"
+    loops, backtracks = Suite(["assert sum(f()) == 3"]), Suite(["import re\nassert re.match('(a+)+$', f())"])
+    with code_reward(SORT, sandbox=Sandbox(workers=1, limits=Limits(cpu_s=1, wall_s=1))) as reward:
+        assert reward.grade_source(endless, SuiteTask(loops)).status == "wrong"
+        assert reward.grade_source(heavy, SuiteTask(backtracks)).status == "quarantined"
+        reward.sandbox.close()
 
 
 def test_broken_suites_are_the_authors_failure(reward: CodeReward) -> None:

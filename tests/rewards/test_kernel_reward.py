@@ -108,8 +108,8 @@ def test_the_clock_is_the_graders(reward: KernelReward) -> None:
 
 
 def test_verdicts(reward: KernelReward) -> None:
-    assert "implausible" in reward._verdict(Ratio(4.0, 3.9, 4.1, 15), 5).reason
-    assert reward._verdict(Ratio(4.0, 3.9, 4.1, 15), 5).status == "quarantined"
+    assert "implausible" in reward._verdict(Ratio(8.0, 7.9, 8.1, 15), 5).reason
+    assert reward._verdict(Ratio(8.0, 7.9, 8.1, 15), 5).status == "quarantined"
     assert reward._verdict(Ratio(0.5, -0.1, 1.0, 15), 5).reward == 1.0
     assert reward._verdict(Ratio(0.6931, 0.6, 0.7, 15), 5).reward == pytest.approx(2.0, abs=1e-3)
 

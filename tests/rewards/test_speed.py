@@ -276,6 +276,15 @@ def test_precomputing_at_import_is_charged(box: Sandbox) -> None:
     assert charged.charge_ns > 1_000_000 and charged.cpu.speedup < plain.cpu.speedup
 
 
+def test_a_candidate_that_stalls_is_not_the_graders_failure(box: Sandbox) -> None:
+    stall = "import time\ncalls = 0\ndef work(n, x):\n    global calls\n    calls += 1\n    time.sleep(1.05 if calls > 1 else 0)\n    return 0.0\n"
+    recipe = replace(COUNTED, verify=lambda args, expected, value: "")
+    with speed_reward(recipe, sandbox=box, plan=replace(QUICK, edge_checks=0)) as reward:
+        reward.limits = replace(reward.limits, wall_s=1.0)
+        failure, error, _ = reward.measure(stall)  # type: ignore[misc]
+    assert failure == "wall" and "1.0 s" in error
+
+
 def test_a_broken_recipe_is_the_graders_failure(box: Sandbox) -> None:
     broken = replace(COUNTED, baseline="def work(n, x): return 1 / 0")
     with (

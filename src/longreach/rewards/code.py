@@ -174,6 +174,8 @@ class CodeReward:
 
     def _verdict(self, record: GradeRecord, failure: str, error: str, reason: str) -> RewardResult:
         fields = record.fields()
+        if failure == "undecided":
+            return RewardResult.quarantined(error, **fields)
         attacked = failure in TAMPERING or bool(record.telemetry["denials"])
         if attacked and self.tampering == "quarantine":
             return RewardResult.quarantined(f"{failure or 'refused system calls'}: {error}", **fields)

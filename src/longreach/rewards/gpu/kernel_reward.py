@@ -106,14 +106,12 @@ class KernelReward:
     def grade_source(self, source: str) -> RewardResult:
         """Measure and judge a kernel that is already extracted. Raises InfrastructureError."""
         while self.dead_zone.count < self.plan.calibrations:
-            try:
-                self.dead_zone.add(self.measure(self.recipe.baseline)[0])
-            except (KernelFailed, _WrongOutput) as error:
-                raise InfrastructureError(
-                    f"the baseline of {self.recipe.name} does not pass its own checks: {error}"
-                ) from error
+            self._calibrate()
         try:
             ratio, checks = self.measure(source)
+        except InfrastructureError as error:
+            self._calibrate()  # raises when it is we who fail; else this candidate took what the judge needed
+            return RewardResult.quarantined(f"beside it, {error}", tier=Tier.rlimit)
         except KernelFailed as failed:
             telemetry = {"failure": failed.failure}
             reason = f"{failed.failure}: {failed.error}"
@@ -121,6 +119,14 @@ class KernelReward:
         except _WrongOutput as wrong:
             return RewardResult.wrong(str(wrong), reward=self.wrong, tier=Tier.rlimit, checks_total=1)
         return self._verdict(ratio, checks)
+
+    def _calibrate(self) -> None:
+        """The baseline as a candidate: how large a speed-up chance shows. Raises InfrastructureError."""
+        try:
+            self.dead_zone.add(self.measure(self.recipe.baseline)[0])
+        except (KernelFailed, _WrongOutput) as error:
+            message = f"the baseline of {self.recipe.name} does not pass its own checks: {error}"
+            raise InfrastructureError(message) from error
 
     def _verdict(self, ratio: Ratio, checks: int) -> RewardResult:
         zone = self.dead_zone.log_width

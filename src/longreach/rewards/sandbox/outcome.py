@@ -8,8 +8,8 @@ from typing import Any
 
 from longreach.rewards.result import InfrastructureError, Tier
 
-# Why a run ended early; "" when it did not.
-FAILURES = ("", "load", "exception", "memory", "wall", "cpu", "output", "denials", "protocol", "died")
+# Why a run ended early; "" when it did not. "undecided" is for suites whose own process failed: nobody knows by whose fault.
+FAILURES = ("", "load", "exception", "memory", "wall", "cpu", "output", "denials", "protocol", "died", "undecided")
 
 
 class IsolationError(InfrastructureError):

@@ -13,7 +13,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from longreach.rewards.result import InfrastructureError, Tier
@@ -226,9 +226,10 @@ class Sandbox:
         limits = limits or self.limits
         if too_long := self._too_long(source, limits):
             return SuiteOutcome((), "load", too_long, self.tier)
-        # the tests wait while the candidate works: their clock must outlast its clock
-        patient = Limits(
-            **{**asdict(limits), "wall_s": 2 * limits.wall_s + 1, "output_bytes": max(limits.output_bytes, 1 << 22)}
+        # the tests wait while the candidate works: their clocks must outlast its clock
+        patience = 2 * limits.wall_s + 1
+        patient = replace(
+            limits, wall_s=patience, cpu_s=limits.cpu_s + patience, output_bytes=max(limits.output_bytes, 1 << 22)
         )
         return self._retried(lambda zygote: run_suite(zygote, source, suite, limits, patient))
 

@@ -151,13 +151,12 @@ def _converse(tests: Session, candidate: Session, suite: Suite) -> tuple[dict[st
             if failed is not None:
                 answer, body = _GONE, failed.error.encode()
             tests.send(_REPLY.pack(answer, len(body)) + body)
-    except CandidateFailed as error:
-        if failed is None and error.failure == "wall":  # the candidate's own clock stands still while the tests work
-            raise SuiteError(f"the tests themselves did not finish: {error.error}") from None
-        if failed is None:
-            raise SuiteError(f"the tests' process failed: {error.error}") from None
-        return {"records": [], "broken": "", "unsupported": ""}, failed
-    raise SuiteError(f"the tests made more than {MAX_CALLS} calls, or broke the protocol")
+    except CandidateFailed as error:  # of the tests' process, maybe over values that the candidate made so
+        return _NOTHING, failed or CandidateFailed("undecided", f"the tests' process failed: {error.error}")
+    return _NOTHING, failed or CandidateFailed("undecided", f"the tests made more than {MAX_CALLS} calls, or broke off")
+
+
+_NOTHING: dict[str, Any] = {"records": [], "broken": "", "unsupported": ""}
 
 
 def _both(one: Usage, other: Usage) -> Usage:

@@ -39,7 +39,8 @@ QUIET = {
     "fstatfs": errno.EPERM,
 }
 
-O_WRITE = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+# Nothing is writable anyway; refused here so that an attempt is counted. O_PATH would get around Landlock.
+O_REFUSED = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | 0x200000
 # F_SETOWN, F_SETSIG and O_ASYNC would let a process have signals sent to others; F_SETLEASE and F_NOTIFY likewise.
 FCNTL_COMMANDS = (0, 1, 2, 3, 5, 1030)  # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_GETLK, F_DUPFD_CLOEXEC
 F_SETFL = 4
@@ -114,7 +115,7 @@ def allowlist(own_pid: int, *, default: int, native_code: bool = True, arch: str
             code += [(JEQ, 0, 1, numbers[name]), (RET, 0, 0, ERRNO | number)]
     for name, index in (("open", 1), ("openat", 2)):
         if name in numbers:
-            body: Code = [_argument(index), (JSET, 1, 0, O_WRITE), (RET, 0, 0, ALLOW), (RET, 0, 0, default)]
+            body: Code = [_argument(index), (JSET, 1, 0, O_REFUSED), (RET, 0, 0, ALLOW), (RET, 0, 0, default)]
             code += _guarded(numbers[name], body)
     set_flags: Code = [_argument(2), (JSET, 0, 1, 0x2000), (RET, 0, 0, default), (RET, 0, 0, ALLOW)]  # O_ASYNC
     fcntl: Code = [
