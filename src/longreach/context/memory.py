@@ -209,7 +209,7 @@ def _moments(work: Work, policy: Policy) -> dict[str, dict[str, int]]:
         ),
         "the head": at(L, 0, head=_head(work) + 4 * compact),
         "the last layer's backward": at(
-            L, 1, workspace=max(keys_only, *(size.backward() for size in last)) + 2 * compact
+            L, 1, workspace=max(keys_only, *(size.backward() for size in last)) + compact
         ) | owed,
         "a layer's backward": at(L - 1, 1, workspace=max(size.backward() for size in sizes)) | owed,
     }  # fmt: skip

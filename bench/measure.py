@@ -1,0 +1,185 @@
+"""Time and memory of a training step, and the JSON record of it: what was run, on which card, from which commit and versions."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.metadata
+import json
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+PACKAGES = ("torch", "transformers", "peft", "trl", "triton", "flash-attn-4", "longreach", "unsloth", "unsloth_zoo")
+GEMM, ATTENTION = 790e12, 620e12  # FLOP per second of an H200 in bf16, as measured: what utilization is a share of
+KEY = (
+    "engine",
+    "case",
+    "model",
+    "layers",
+    "context",
+    "completion",
+    "group",
+    "prompts",
+    "chunk",
+    "offload",
+    "save_attention",
+)
+
+
+def arguments(description: str) -> argparse.ArgumentParser:
+    """Options that every engine's script shares."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="Qwen3-4B", help="a shape by name (default: Qwen3-4B)")
+    parser.add_argument("--layers", type=int, default=None, help="only so many layers of it")
+    parser.add_argument("--lengths", type=_numbers, default=[16384, 32768], help="contexts, e.g. 16384,32768,131072")
+    parser.add_argument("--completion", type=int, default=1024, help="tokens with a loss at the end (default: 1024)")
+    parser.add_argument("--everyday", action="store_true", help="also 8 prompts x 8 completions of 256 + 1,024 tokens")
+    parser.add_argument("--repeats", type=int, default=3, help="timed steps after the first (default: 3)")
+    parser.add_argument("--budget", type=float, default=1e9, help="seconds per case after which no further step starts")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument(
+        "--tiny", action="store_true", help="two small layers and 1/64 of all lengths: a test of the script"
+    )
+    parser.add_argument("--out", type=Path, default=RESULTS / "train_step.json", help="JSON file that records join")
+    parser.add_argument("--commit", default=None, help="commit to note where git is not at hand")
+    return parser
+
+
+def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
+    options = parser.parse_args(argv)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: there is no CUDA device; use --device cpu --tiny to test the script")
+    if options.tiny:
+        options.lengths = [max(length // 64, 16) for length in options.lengths]
+        options.completion = max(options.completion // 64, 4)
+    return options
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",") if part]
+
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def measure(
+    step: Callable[[], tuple[float, float]], model: Any, *, device: str, repeats: int, budget: float
+) -> dict[str, Any]:
+    """First step alone, then medians; a step returns (forward, backward) seconds and leaves gradients, which are dropped."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+
+    def once() -> tuple[float, float, int | None]:
+        for p in trained:
+            p.grad = None
+        gc.collect()
+        if device == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        forward, backward = step()
+        return forward, backward, torch.cuda.max_memory_allocated() if device == "cuda" else None
+
+    gc.collect()
+    loaded = torch.cuda.memory_allocated() if device == "cuda" else None
+    began = time.perf_counter()
+    first = once()
+    timed = []
+    while len(timed) < repeats and (not timed or time.perf_counter() - began < budget):
+        timed.append(once())
+    peaks = [peak for *_, peak in [first, *timed] if peak is not None]
+    forward, backward = (statistics.median(t[i] for t in timed) for i in (0, 1))
+    return {
+        "first_step_s": first[0] + first[1],
+        "forward_s": forward,
+        "backward_s": backward,
+        "step_s": statistics.median(t[0] + t[1] for t in timed),
+        "repeats": len(timed),
+        "loaded_bytes": loaded,
+        "peak_bytes": max(peaks) if peaks else None,
+        "above_weights_bytes": max(peaks) - (loaded or 0) if peaks else None,
+    }
+
+
+def attempt(step: Callable[[], tuple[float, float]], model: Any, **how: Any) -> dict[str, Any]:
+    """`measure`, or what went wrong where the card's memory did not suffice."""
+    try:
+        return measure(step, model, **how)
+    except torch.OutOfMemoryError as error:
+        text = str(error).split(". ")[0]
+    gc.collect()
+    torch.cuda.empty_cache()
+    return {"step_s": None, "error": text}
+
+
+def timed_step(loss_of: Callable[[], torch.Tensor], device: str) -> tuple[float, float]:
+    """Seconds of the forward and of the backward."""
+    synchronize(device)
+    start = time.perf_counter()
+    loss = loss_of()
+    synchronize(device)
+    middle = time.perf_counter()
+    loss.backward()
+    synchronize(device)
+    return middle - start, time.perf_counter() - middle
+
+
+def utilization(shape: Any, context: int, completion: int, group: int, prompts: int, seconds: float) -> float:
+    """Time that the model's own FLOP (no recomputation) would take at the card's measured rates, over the time taken."""
+    from longreach.context.memory import Policy, Work
+    from longreach.context.speed import step_flop
+
+    ranks = dict.fromkeys(shape.linears, 32)
+    flop = step_flop(Work(shape, context, completion, group, "bf16", ranks), Policy(8192, "none"))
+    attention = flop.attention_backward / 2.5 * 3.5
+    return prompts * ((flop.model - attention) / GEMM + attention / ATTENTION) / seconds
+
+
+def record(path: Path, entry: dict[str, Any], commit: str | None) -> None:
+    """Print an entry and put it into the file in place of an older one of the same case."""
+    entry = {**entry, **provenance(commit)}
+    held = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    held = [old for old in held if any(old.get(k) != entry.get(k) for k in KEY)]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps([*held, entry], indent=1) + "\n", encoding="utf-8")
+    above = entry.get("above_weights_bytes")
+    memory = "" if above is None else f", {above / 2**30:.2f} GiB above the loaded model"
+    step = entry.get("step_s")
+    what = " ".join(str(entry[k]) for k in ("engine", "case", "model", "context"))
+    print(what, "failed: " + entry["error"] if step is None else f"{step:.3f} s{memory}", flush=True)
+
+
+def provenance(commit: str | None) -> dict[str, Any]:
+    cuda = torch.cuda.is_available()
+    versions = {name: _version(name) for name in PACKAGES}
+    return {
+        "card": torch.cuda.get_device_name() if cuda else platform.processor() or "CPU",
+        "commit": commit or _commit(),
+        "versions": {k: v for k, v in versions.items() if v}
+        | {"python": platform.python_version(), "cuda": torch.version.cuda},
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str:
+    try:
+        done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
+    except OSError:
+        return "unknown"
+    return done.stdout.strip() or "unknown"

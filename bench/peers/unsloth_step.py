@@ -1,0 +1,99 @@
+"""The same training step through Unsloth (bf16 weights, its own checkpointing with offload), where it is installed.
+
+    python -m bench.peers.unsloth_step --lengths 16384,32768,131072 --folder /tmp/random-model
+
+It loads from a folder, which is written first by a process of its own. Set HF_HUB_OFFLINE=1 where there is no network.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from bench import measure, models
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = measure.arguments(__doc__ or "")
+    parser.add_argument("--folder", type=Path, default=None, help="where the random model is written (kept)")
+    parser.add_argument("--only-write", action="store_true", help="write the folder and stop")
+    options = measure.parse(parser, argv)
+    shape = models.shape_of(options.model, options.layers, options.tiny)
+    longest = max([*options.lengths, 2048])
+    folder = options.folder or Path(f"/tmp/random-{shape.name}-{shape.layers}")
+    if options.only_write:
+        write(shape, longest, folder, options.device)
+        return
+    if importlib.util.find_spec("unsloth") is None:
+        raise SystemExit("unsloth is not installed here: pip install unsloth (it is not a dependency of this project)")
+    if not (folder / "config.json").exists():
+        subprocess.run(
+            [sys.executable, "-m", "bench.peers.unsloth_step", "--only-write", *(argv or sys.argv[1:])], check=True
+        )
+    stretch(folder, longest)
+    model = load(folder, longest)
+    from bench.peers.transformers_step import run_cases
+
+    run_cases(options, shape, model, "unsloth", lambda ids, completion: loss(model, ids, completion))
+
+
+def write(shape: Any, positions: int, folder: Path, device: str) -> None:
+    """Config, random weights, and the tokenizer that the loader insists on."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    models.build(shape, positions, device).save_pretrained(folder)
+    words = {f"w{i}": i for i in range(shape.vocab)}
+    words["<eos>"] = words.pop(f"w{shape.vocab - 1}")
+    words["<pad>"] = words.pop(f"w{shape.vocab - 2}")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(words, unk_token="w0")),
+        unk_token="w0",
+        eos_token="<eos>",
+        pad_token="<pad>",
+    )
+    tokenizer.save_pretrained(folder)
+
+
+def stretch(folder: Path, positions: int) -> None:
+    """Positions for the longest length of this run, so that no rotary scaling comes in."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config["max_position_embeddings"] = max(positions, config["max_position_embeddings"])
+    path.write_text(json.dumps(config, indent=1), encoding="utf-8")
+
+
+def load(folder: Path, longest: int) -> Any:
+    from unsloth import FastLanguageModel  # type: ignore[import-not-found]  # before Transformers: it patches it
+
+    import torch
+
+    model, _ = FastLanguageModel.from_pretrained(
+        model_name=str(folder), max_seq_length=longest, dtype=torch.bfloat16, load_in_4bit=False
+    )
+    model = FastLanguageModel.get_peft_model(
+        model,
+        r=models.RANK,
+        lora_alpha=2 * models.RANK,
+        lora_dropout=0,
+        bias="none",
+        target_modules=models.LINEARS,
+        use_gradient_checkpointing="unsloth",
+        random_state=1,
+    )
+    return FastLanguageModel.for_training(model) or model
+
+
+def loss(model: Any, ids: Any, completion: int) -> Any:
+    labels = ids.clone()
+    labels[:, :-completion] = -100
+    return model(input_ids=ids, labels=labels, use_cache=False).loss
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""One training step through exact chunked layers: seconds, memory above the loaded model, share of the roofline.
+
+    python -m bench.train_step --lengths 16384,32768,131072 --offload host
+    python -m bench.train_step --group 8 --prompts 8192,32768
+    python -m bench.train_step --everyday --lengths ''
+    python -m bench.train_step --device cpu --tiny          # tests the script
+
+A step is the forward and backward of one sequence with LoRA r=32 on all seven kinds of linear layer; the loss is the mean
+negative log-prob of the last 1,024 tokens. Weights are random, of the real shapes, bf16. With --group, the completions of a
+group branch off one prompt, and the same rows are run one after the other for comparison. Medians of the steps after the
+first; the first step's time is noted too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import longreach
+from bench import measure, models
+
+EVERYDAY = (8, 8, 256, 1024)  # prompts, completions of each, tokens of both
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = measure.arguments(__doc__ or "")
+    parser.add_argument("--chunk", type=int, default=None, help="tokens per chunk (default: the engine's choice)")
+    parser.add_argument("--offload", default="auto", choices=("auto", "none", "host"))
+    parser.add_argument("--save-attention", action="store_true", help="keep attention outputs for the backward")
+    parser.add_argument(
+        "--group", type=int, default=0, help="completions per prompt of the group case; 0 leaves it out"
+    )
+    parser.add_argument(
+        "--prompts", type=measure._numbers, default=[8192, 32768], help="prompt lengths of the group case"
+    )
+    parser.add_argument("--row-sample", type=int, default=0, help="run only so many of the group's rows and scale up")
+    options = measure.parse(parser, argv)
+    if options.tiny:
+        options.prompts = [max(n // 64, 8) for n in options.prompts]
+    Bench(options).run()
+
+
+class Bench:
+    def __init__(self, options: Any) -> None:
+        self.options = options
+        self.shape = models.shape_of(options.model, options.layers, options.tiny)
+        longest = max([*options.lengths, *(n + options.completion for n in options.prompts), sum(EVERYDAY[2:])])
+        self.model = models.adapt(models.build(self.shape, longest, options.device))
+        longreach.enable(
+            self.model,
+            chunk=options.chunk or "auto",
+            offload=options.offload,
+            save_attention=True if options.save_attention else "auto",
+            parity_check=False,
+        )
+
+    def run(self) -> None:
+        completion = self.options.completion
+        for length in self.options.lengths:
+            ids = models.token_ids(length, self.shape.vocab)
+            tree = longreach.TokenTree.from_groups([(ids[:-completion], [ids[-completion:]])])
+            self.case("sequence", tree, context=length, completion=completion)
+        if self.options.group:
+            for prompt in self.options.prompts:
+                self.group(prompt, completion)
+        if self.options.everyday:
+            self.everyday()
+
+    def case(
+        self, name: str, tree: Any, *, context: int, completion: int, group: int = 1, prompts: int = 1
+    ) -> dict[str, Any]:
+        found = measure.attempt(
+            lambda: measure.timed_step(lambda: self.loss(tree), self.options.device), self.model,
+            device=self.options.device, repeats=self.options.repeats, budget=self.options.budget,
+        )  # fmt: skip
+        return self.note(name, found, context=context, completion=completion, group=group, prompts=prompts)
+
+    def loss(self, tree: Any) -> torch.Tensor:
+        return -torch.cat(longreach.token_logprobs(self.model, tree)).mean()
+
+    def group(self, prompt: int, completion: int) -> None:
+        """A tree of the group, then its rows one after the other (what padding each to full length costs)."""
+        size = self.options.group
+        root = models.token_ids(prompt, self.shape.vocab)
+        leaves = [models.token_ids(completion, self.shape.vocab, seed=1 + i) for i in range(size)]
+        at = {"context": prompt + completion, "completion": completion, "group": size}
+        self.case("group tree", longreach.TokenTree.from_groups([(root, leaves)]), **at)
+        shared = self.gradients()
+        rows = [longreach.TokenTree.from_groups([(root, [leaf])]) for leaf in leaves[: self.options.row_sample or size]]
+
+        def step() -> tuple[float, float]:
+            parts = [measure.timed_step(lambda row=row: self.loss(row) / size, self.options.device) for row in rows]
+            return sum(p[0] for p in parts) * size / len(rows), sum(p[1] for p in parts) * size / len(rows)
+
+        found = measure.attempt(
+            step, self.model, device=self.options.device, repeats=self.options.repeats, budget=self.options.budget
+        )
+        found["rows_run"] = len(rows)
+        if len(rows) == size and found["step_s"] is not None:
+            found["gradient_difference"] = difference(shared, self.gradients())
+        self.note("group rows", found, **at)
+
+    def gradients(self) -> list[torch.Tensor]:
+        return [p.grad.clone() for p in self.model.parameters() if p.grad is not None]
+
+    def everyday(self) -> None:
+        prompts, size, prompt, completion = EVERYDAY
+        if self.options.tiny:
+            prompt, completion = prompt // 64, completion // 64
+        ids = [models.token_ids(prompt, self.shape.vocab, seed=i) for i in range(prompts)]
+        answers = [
+            [models.token_ids(completion, self.shape.vocab, seed=99 + i * size + j) for j in range(size)]
+            for i in range(prompts)
+        ]
+        tree = longreach.TokenTree.from_groups(list(zip(ids, answers)))
+        self.case("everyday", tree, context=prompt + completion, completion=completion, group=size, prompts=prompts)
+
+    def note(
+        self, name: str, found: dict[str, Any], *, context: int, completion: int, group: int, prompts: int = 1
+    ) -> dict[str, Any]:
+        from longreach.context.install import engine_of
+
+        engine = engine_of(self.model)
+        assert engine is not None
+        chosen = engine.options
+        entry = {
+            "engine": "longreach", "case": name, "model": self.shape.name, "layers": self.shape.layers, "dtype": "bf16",
+            "context": context, "completion": completion, "group": group, "prompts": prompts, "chunk": chosen.chunk,
+            "offload": chosen.offload, "save_attention": chosen.save_attention, **found,
+        }  # fmt: skip
+        if name != "group rows" and found["step_s"] is not None:
+            entry["utilization"] = measure.utilization(self.shape, context, completion, group, prompts, found["step_s"])
+        measure.record(self.options.out, entry, self.options.commit)
+        return entry
+
+
+def difference(a: list[torch.Tensor], b: list[torch.Tensor]) -> float:
+    """Norm of the difference of all gradients, relative to the second."""
+    top = sum(float((x.double() - y.double()).square().sum()) for x, y in zip(a, b))
+    return (top / sum(float(y.double().square().sum()) for y in b)) ** 0.5
+
+
+if __name__ == "__main__":
+    main()
