@@ -122,7 +122,7 @@ def measure(kind: type, shape: Shape) -> dict[str, Any]:
         "forward_tflops": round(shape.flop() / forward_ms / 1e9),
         "backward_tflops": round(2.5 * shape.flop() / backward_ms / 1e9),
     }
-    if kind is not EfficientAttention:
+    if kind in (FlashAttention4, FlashAttention2):
         fixed, free = kind(deterministic=True), kind(deterministic=False)
         price = median_ms(lambda: backward(fixed)) / median_ms(lambda: backward(free))
         result["deterministic_backward_over_default"] = round(price, 3)
@@ -133,6 +133,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a quarter of the lengths; nothing is written")
     parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument("--commit", help="of the code measured, where it is no git checkout")
     arguments = parser.parse_args()
     rows = []
     for shape in SHAPES:
@@ -153,7 +154,7 @@ def main() -> None:
         record = {
             "measured": datetime.now(UTC).isoformat(timespec="seconds"),
             "card": torch.cuda.get_device_name(),
-            "machine": describe(),
+            "machine": describe() | ({"commit": arguments.commit} if arguments.commit else {}),
             "versions": versions(PACKAGES + OPTIONAL)
             | {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()},
             "rows": rows,

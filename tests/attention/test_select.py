@@ -76,6 +76,17 @@ def test_reasons_are_sentences_about_the_backend(gpu):
     assert told["aten-efficient"] == "needs compute capability 8.0 for bfloat16, this GPU has 7.5: use float16"
 
 
+def test_deterministic_algorithms_are_heeded(gpu):
+    device = gpu((9, 0), installed=False)
+    assert select(device, BF16, 128).name == "aten-cudnn"
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert select(device, BF16, 128).name == "aten-flash"
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert select(device, BF16, 128).name == "aten-cudnn"
+
+
 def test_the_slow_reference_is_announced_once(gpu, caplog):
     device = gpu((7, 5))
     select(device, BF16, 128), select(device, BF16, 128)

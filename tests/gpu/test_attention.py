@@ -1,4 +1,7 @@
-"""Every CUDA backend against the reference in fp64, next to what PyTorch's own attention errs in the same dtype."""
+"""Every CUDA backend against the reference in fp64, next to what PyTorch's own attention errs in the same dtype.
+
+Most of the time is flash-attn-4 compiling: with pytest-xdist, `-n 8` takes 45 seconds on 16 cores.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from longreach.context.tree import IGNORE, Segment, TokenTree
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 F64 = torch.float64
-LONG = FlashAttention4, CudnnAttention, FlashAttention2, EfficientAttention
+KINDS = FlashAttention4, CudnnAttention, FlashAttention2, EfficientAttention
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ CASES = {
     "ragged-unmasked": Case(((300, 500), (1, 77), (129, 1)), causal=False, jit=True),
     "length-one": Case(((1, 1),)),
     "window": Case(((700, 700),), window=128, jit=True),
-    "window-ragged": Case(((300, 427), (1, 128), (50, 50)), window=128, jit=True),
+    "window-ragged": Case(((300, 427), (1, 128), (50, 50)), window=128),
     "window-ragged-gqa8": Case(((300, 427), (1, 128), (50, 50)), window=128, heads=(16, 2), size=64, jit=True),
     "gqa4": replace(SQUARE, heads=(32, 8)),
     "gqa8-64": replace(SQUARE, heads=(64, 8), size=64),
@@ -121,6 +124,18 @@ def sdpa(case: Case, q, k, v, dout):
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
 
 
+def made(kind):
+    """A backend, deterministic where it has the choice."""
+    return kind(deterministic=True) if kind in (FlashAttention4, FlashAttention2) else kind()
+
+
+def same(kind, names, ours, again):
+    """Two runs give the same bits; of cuDNN's, the forward only."""
+    for what, a, b in zip(names, ours, again):
+        if kind is not CudnnAttention or what in ("out", "lse"):
+            assert torch.equal(a, b), f"{what} differs between two runs"
+
+
 def skip_unless_supported(backend, case: Case):
     reason = backend.unsupported(
         device=torch.device("cuda"), dtype=case.dtype, head_dim=case.size, value_dim=case.value_size or case.size,
@@ -130,10 +145,10 @@ def skip_unless_supported(backend, case: Case):
         pytest.skip(f"{backend.name} {reason}")
 
 
-@pytest.mark.parametrize("kind", LONG, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 @pytest.mark.parametrize("name", CASES)
 def test_backend_errs_at_most_twice_what_pytorch_errs(name, kind, record_property):
-    case, backend = CASES[name], kind()
+    case, backend = CASES[name], made(kind)
     if kind is FlashAttention4 and not case.jit:
         pytest.skip("flash-attn-4 would compile kernels for this case alone")
     skip_unless_supported(backend, case)
@@ -153,8 +168,7 @@ def test_backend_errs_at_most_twice_what_pytorch_errs(name, kind, record_propert
         record_property(what, f"{error:.1e} of {bound:.1e}")
         assert error <= bound, f"{what}: {error:.2e}, twice PyTorch's is {bound:.2e}"
     again, lse_again = run(backend, case, q, k, v, dout)
-    for what, a, b in zip(("out", "dq", "dk", "dv", "lse"), [*ours, lse], [*again, lse_again]):
-        assert torch.equal(a, b), f"{what} differs between two runs"
+    same(kind, ("out", "dq", "dk", "dv", "lse"), [*ours, lse], [*again, lse_again])
 
 
 def tree():
@@ -207,11 +221,11 @@ def plain(layout, q, k, v, sinks, dout, window):
     return [out.detach(), *torch.autograd.grad(out, (q, k, v, sinks), dout)]
 
 
-@pytest.mark.parametrize("kind", LONG, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 @pytest.mark.parametrize("window", [None, 128])
 def test_chunks_of_a_tree_with_sinks(kind, window):
     layout, dtype = tree().layout, torch.bfloat16
-    backend = kind()
+    backend = made(kind)
     case = Case(((1, 1), (1, 1)), size=64, window=window, dtype=dtype)
     if kind is CudnnAttention:
         case = replace(case, pairs=case.pairs[:1])  # bundles go to it pair by pair if it is forced
@@ -225,7 +239,7 @@ def test_chunks_of_a_tree_with_sinks(kind, window):
         # PyTorch's math path keeps fp32 throughout; a flash kernel rounds its weights, hence half a bf16 unit more.
         assert relative(a, truth) <= 2 * max(relative(b, truth), 2e-3), what
     again = through_chunks(backend, layout, q, k, v, sinks, dout, window)
-    assert all(torch.equal(a, b) for a, b in zip(ours, again))
+    same(kind, ("out", "dq", "dk", "dv", "dsinks"), ours, again)
 
 
 def test_keys_in_ranges_give_the_same_gradients(monkeypatch):

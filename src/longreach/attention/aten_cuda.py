@@ -21,22 +21,18 @@ aten = torch.ops.aten
 
 HALF = (torch.bfloat16, torch.float16)
 KEYS = 32768  # keys whose gradients live once per query head, in kernels that sum grouped heads only afterwards
-CUDNN_ROWS = (
-    256  # cuDNN plans anew, for tenths of a second, for every length it meets: rows are padded to a multiple of this
-)
+# cuDNN plans anew, for tenths of a second, for every length it meets: rows are padded to a multiple of this.
+CUDNN_ROWS = 256
 
 
 class CudnnAttention:
     """cuDNN's fused attention: one pair of queries and keys, square causal or unmasked, on Hopper and Blackwell.
 
-    Args:
-        deterministic: as in `flash4.FlashAttention4`.
+    PyTorch gives no way to its deterministic backward: dq of unmasked blocks differs in the last bits between two runs. Under
+    `torch.use_deterministic_algorithms(True)` others are chosen.
     """
 
     name = "aten-cudnn"
-
-    def __init__(self, deterministic: bool = True) -> None:
-        self.deterministic = deterministic
 
     def unsupported(
         self, *, device, dtype, head_dim, value_dim, windowed=False, softcap=None, varlen=False
@@ -49,6 +45,8 @@ class CudnnAttention:
             return f"is used on compute capability 9 and 10, this GPU has {major}.{minor}"
         if not torch.backends.cudnn.is_available() or (torch.backends.cudnn.version() or 0) < 90000:
             return f"needs cuDNN 9, PyTorch has {torch.backends.cudnn.version()}"
+        if torch.are_deterministic_algorithms_enabled():
+            return "has no deterministic backward, which torch.use_deterministic_algorithms asks for"
         if windowed:
             return "has no sliding window"
         if varlen:
@@ -80,10 +78,9 @@ class CudnnAttention:
             lse = torch.nn.functional.pad(lse_HQ[:, rows], (0, q.shape[2] - n)).contiguous()[None]
             lse = lse[..., None] if _cudnn_lse_has_size() else lse
             seed = _no_dropout(q.device)
-            with deterministic_kernels(self.deterministic):
-                dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
-                    dout, q, k, v, out, lse, seed, seed, None, None, None, q.shape[2], k.shape[2], 0.0, causal, scale=scale
-                )  # fmt: skip
+            dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
+                dout, q, k, v, out, lse, seed, seed, None, None, None, q.shape[2], k.shape[2], 0.0, causal, scale=scale
+            )  # fmt: skip
             m = cu_k[i + 1] - cu_k[i]
             grads.append([g[0].transpose(0, 1)[:r] for g, r in ((dq, n), (dk, m), (dv, m))])
         dq, dk, dv = (_join(list(parts), 0) for parts in zip(*grads))
@@ -94,12 +91,13 @@ class FlashAttention2:
     """FlashAttention-2 as PyTorch builds it: varlen, windows, GQA, head sizes to 256, on Ampere and newer.
 
     Args:
-        deterministic: as in `flash4.FlashAttention4`.
+        deterministic: sum dq in a fixed order, so that two runs give the same bits; False leaves it to
+            `torch.use_deterministic_algorithms`, as PyTorch does: it costs the backward 40 to 70% on long sequences (H200).
     """
 
     name = "aten-flash"
 
-    def __init__(self, deterministic: bool = True) -> None:
+    def __init__(self, deterministic: bool = False) -> None:
         self.deterministic = deterministic
 
     def unsupported(

@@ -94,7 +94,8 @@ def select(
     """The first backend that supports the call; says once why faster ones were passed over for the reference."""
     if _forced:
         return _forced[-1]
-    key = (device, dtype, head_dim, value_dim, windowed, softcap is not None, varlen)
+    fixed = torch.are_deterministic_algorithms_enabled()
+    key = (device, dtype, head_dim, value_dim, windowed, softcap is not None, varlen, fixed)
     if key not in _chosen:
         reasons = explain(
             device, dtype, head_dim, value_dim=value_dim, windowed=windowed, softcap=softcap, varlen=varlen
