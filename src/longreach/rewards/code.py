@@ -72,6 +72,11 @@ class CodeReward:
         self.correct, self.wrong, self.partial = correct, wrong, partial
         self.blocks, self.policy, self.tampering, self.seed = blocks, policy, tampering, seed
 
+    @property
+    def isolation_tier(self) -> str:
+        """The name of the tier that completions run at."""
+        return self.sandbox.tier.name
+
     def __call__(self, prompts: Any = None, completions: Sequence[Any] = (), **columns: Any) -> list[float | None]:
         results = self.grade(prompts, completions, **columns)
         log_results(self.__name__, results, columns.get("log_metric"))

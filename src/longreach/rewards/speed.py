@@ -215,6 +215,11 @@ class SpeedReward:
         self.__dict__.update(state)
         self._start()
 
+    @property
+    def isolation_tier(self) -> str:
+        """The name of the tier that completions run at."""
+        return self.sandbox.tier.name
+
     def __call__(self, prompts: Any = None, completions: Sequence[Any] = (), **columns: Any) -> list[float | None]:
         results = self.grade(prompts, completions, **columns)
         log_results(self.__name__, results, columns.get("log_metric"))

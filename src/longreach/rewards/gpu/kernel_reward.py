@@ -85,6 +85,11 @@ class KernelReward:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_judge": None, "dead_zone": DeadZone(self.plan.floor)}
 
+    @property
+    def isolation_tier(self) -> str:
+        """The name of the tier that completions run at."""
+        return Tier.rlimit.name
+
     def __call__(self, prompts: Any = None, completions: Sequence[Any] = (), **columns: Any) -> list[float | None]:
         results = self.grade(prompts, completions, **columns)
         log_results(self.__name__, results, columns.get("log_metric"))
