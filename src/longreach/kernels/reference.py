@@ -194,9 +194,8 @@ def apply_sink(out_CHD: Tensor, lse_HC: Tensor, sinks_H: Tensor) -> None:
 
 
 def _weight(lse_HC: Tensor, merged_HC: Tensor) -> Tensor:
-    """exp(lse - merged) as [C, H, 1]; 0 for a row that has seen no key at all, where both are -inf."""
-    weight_HC = torch.where(lse_HC == -torch.inf, 0, torch.exp(lse_HC - merged_HC))
-    return weight_HC.transpose(0, 1)[..., None]
+    """exp(lse - merged) as [C, H, 1]. Where both are -inf, no key at all seen, it is NaN, which `> 0` takes out as well."""
+    return torch.exp(lse_HC - merged_HC).transpose(0, 1)[..., None]
 
 
 def add_rows(dst: Tensor, src: Tensor) -> None:

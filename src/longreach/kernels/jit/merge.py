@@ -18,9 +18,10 @@ _VARIABLE = ["C", "lse_a_head", "lse_b_head"]
 
 
 @triton.jit
-def _exp_difference(lse, merged):
-    """exp(lse - merged), 0 where no key was seen: merged may be -inf there too."""
-    return tl.where(lse == float("-inf"), 0.0, tl.exp(lse - merged))
+def _weighted(out, lse, merged):
+    """out * exp(lse - merged), 0 where no key was seen: the weight is 0 there, or NaN if merged is -inf as well."""
+    weight = tl.exp(lse - merged)[:, None]
+    return tl.where(weight > 0, out * weight, 0.0)
 
 
 @triton.jit
@@ -47,9 +48,7 @@ def _merge_kernel(
     lse_a = tl.load(at_lse, mask=inside, other=0.0)
     lse_b = tl.load(lse_b_ptr + head * lse_b_head + row * lse_b_row, mask=inside, other=0.0)
     merged = _log_add(lse_a, lse_b)
-    weight_a = _exp_difference(lse_a, merged)[:, None]
-    weight_b = _exp_difference(lse_b, merged)[:, None]
-    out = tl.where(weight_a > 0, a * weight_a, 0.0) + tl.where(weight_b > 0, b * weight_b, 0.0)
+    out = _weighted(a, lse_a, merged) + _weighted(b, lse_b, merged)
     tl.store(at_a, out.to(out_a_ptr.dtype.element_ty), mask=mask)
     tl.store(at_lse, merged, mask=inside)
 
@@ -69,8 +68,7 @@ def _sink_kernel(
     out = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     lse = tl.load(at_lse, mask=inside, other=0.0)
     merged = _log_add(lse, tl.load(sinks_ptr + head).to(tl.float32))
-    weight = _exp_difference(lse, merged)[:, None]
-    out = tl.where(weight > 0, out * weight, 0.0)
+    out = _weighted(out, lse, merged)
     tl.store(at, out.to(out_ptr.dtype.element_ty), mask=mask)
     tl.store(at_lse, merged, mask=inside)
 
