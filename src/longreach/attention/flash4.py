@@ -103,9 +103,10 @@ def _layout(cu_q: tuple[int, ...], cu_k: tuple[int, ...], device: torch.device):
 
 
 def _sized(q_QHD: Tensor, k_NKD: Tensor, v_NKW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Head sizes the kernels take; on Hopper one size for all of q, k, v if heads are grouped."""
+    """Head sizes the kernels take: one for all of q, k, v but for (192, 128), and on Hopper there too if heads are grouped."""
     D, W = _size(q_QHD.shape[-1]), _size(v_NKW.shape[-1])
-    if D != W and q_QHD.shape[1] != k_NKD.shape[1] and capability(q_QHD.device)[0] == 9:
+    grouped_on_hopper = q_QHD.shape[1] != k_NKD.shape[1] and capability(q_QHD.device)[0] == 9
+    if (D, W) != (192, 128) or grouped_on_hopper:
         D = W = max(D, W)
     return padded(q_QHD, D), padded(k_NKD, D), padded(v_NKW, W)
 
