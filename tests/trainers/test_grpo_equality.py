@@ -39,6 +39,16 @@ def test_every_loss_keeps_its_normalizer_when_micro_batches_are_joined(settings,
     tiny.assert_same_run(tiny.grpo(False, tmp_path, **settings), own)
 
 
+def test_steps_proportional_to_the_gradient(tmp_path):
+    """Adam divides by the gradient's size; plain steps show an error of any size in proportion."""
+    settings = dict(optim="sgd", learning_rate=0.05, max_grad_norm=0.0)
+    stock, own = tiny.grpo(False, tmp_path, **settings), tiny.grpo(True, tmp_path, **settings)
+    tiny.assert_same_run(stock, own)
+    start = dict(tiny.model().named_parameters())
+    moved = max((p - start[n]).abs().max().item() for n, p in tiny.trained(own).items())
+    assert moved > 0.05
+
+
 @pytest.mark.parametrize(
     "settings",
     [

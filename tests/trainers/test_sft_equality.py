@@ -19,7 +19,7 @@ NAMES = ("loss", "grad_norm", "mean_token_accuracy", "entropy", "num_tokens")
 def sft(own, tmp_path, *, data=None, peft=None, tok=None, train=True, policy=None, **args):
     settings = tiny.RUN | dict(
         output_dir=str(tmp_path), per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=3,
-        learning_rate=3e-4, max_length=64,
+        learning_rate=1e-4, max_length=64,
     ) | args  # fmt: skip
     if own:
         settings = dict(chunk=16, parity_check=False) | settings

@@ -113,7 +113,7 @@ def grpo(
     """A GRPO trainer after training."""
     settings: dict[str, Any] = RUN | dict(
         output_dir=str(tmp), per_device_train_batch_size=8, gradient_accumulation_steps=2, num_generations=4,
-        max_completion_length=10, max_steps=3, learning_rate=3e-4, lr_scheduler_type="constant", beta=0.0,
+        max_completion_length=10, max_steps=3, learning_rate=1e-4, lr_scheduler_type="constant", beta=0.0,
     ) | args  # fmt: skip
     if own:
         settings = dict(chunk=16, parity_check=False) | settings

@@ -45,7 +45,7 @@ def train(name: str, processes: int, folder: str) -> Any:
     settings = dict(CASES[name])
     kind, use_lora, tied = settings.pop("trainer", "grpo"), settings.pop("lora", False), settings.pop("tied", None)
     rows = settings.pop("per_device_train_batch_size", 8) // processes
-    common = tiny.RUN | dict(output_dir=folder, max_steps=3, learning_rate=3e-4, per_device_train_batch_size=rows)
+    common = tiny.RUN | dict(output_dir=folder, max_steps=3, learning_rate=1e-4, per_device_train_batch_size=rows)
     common |= dict(chunk=16, parity_check=False, shuffle_dataset=False)
     if kind == "sft":
         args = ours.SFTConfig(**common, max_length=64, **settings)
