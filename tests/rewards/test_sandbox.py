@@ -135,6 +135,7 @@ def test_programs(box: Sandbox) -> None:
     assert box.run_program("import sys\nsys.exit(3)").exit_code == 3
     failed = box.run_program("print('before')\n1 / 0")
     assert failed.exit_code == 1 and failed.stdout == b"before\n" and b"ZeroDivisionError" in failed.stderr
+    assert box.run_program("import atexit\natexit.register(print, 'late')\nprint('x')").stdout == b"x\nlate\n"
     assert box.run_program("if __name__ == '__main__': print(1)").stdout == b"1\n"
 
 
@@ -160,6 +161,17 @@ def test_programs_that_must_be_stopped(box: Sandbox, source: str, failure: str) 
     outcome = box.run_program(source, limits=Limits(wall_s=0.7, output_bytes=5000, denials=20))
     assert outcome.failure == failure and not outcome.ok
     assert len(outcome.stdout) <= 5000
+
+
+def test_the_cpu_limit_counts_cpu_time(box: Sandbox) -> None:
+    ignoring = (
+        "import signal\nfor n in range(1, 32):\n    try: signal.signal(n, signal.SIG_IGN)\n    except OSError: pass\n"
+    )
+    for source in ("while True: pass", ignoring + "while True: pass"):
+        outcome = box.run_program(source, limits=Limits(cpu_s=1, wall_s=60))
+        assert outcome.failure == "cpu" and outcome.usage.cpu_s < 1.5
+    outcome = box.call("def f():\n    while True: pass", "f", [()], limits=Limits(cpu_s=1, wall_s=60))
+    assert outcome.failure == "cpu" and "1 s of CPU" in outcome.error
 
 
 def test_standard_error_floods_are_clipped(box: Sandbox) -> None:

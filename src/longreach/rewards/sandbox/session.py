@@ -213,9 +213,9 @@ def explain(exit_: Exit | None, limits: Limits) -> tuple[str, str]:
         return "died", "the process ended"
     if exit_.killed_for == "denials":
         return "denials", f"killed after more than {limits.denials} refused system calls"
-    if exit_.code == -signal.SIGXCPU or (
-        exit_.code == -signal.SIGKILL and exit_.cpu_s >= limits.for_process()["cpu_s"]
-    ):
+    # the kernel's limit counts ticks, the report runs a little behind it
+    on_limit = exit_.cpu_s >= 0.7 * limits.for_process()["cpu_s"] and not exit_.killed_for
+    if exit_.code == -signal.SIGXCPU or (exit_.code == -signal.SIGKILL and on_limit):
         return "cpu", f"more than {limits.for_process()['cpu_s']} s of CPU time"
     if exit_.killed_for:
         return exit_.killed_for, "killed"

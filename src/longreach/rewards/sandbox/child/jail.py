@@ -182,7 +182,7 @@ class Jail:
 
     def _set_limits(self, limits: dict[str, int]) -> None:
         values = {
-            "RLIMIT_CPU": (limits["cpu_s"], limits["cpu_s"] + 1),  # SIGXCPU, then SIGKILL
+            "RLIMIT_CPU": (limits["cpu_s"],) * 2,  # SIGKILL at once: the first process of its table ignores SIGXCPU
             "RLIMIT_AS": (self.memory_in_use + limits["memory_bytes"],) * 2,
             "RLIMIT_STACK": (limits["stack_bytes"],) * 2,
             "RLIMIT_FSIZE": (0, 0),

@@ -6,6 +6,7 @@ inputs.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import io
 import json
@@ -138,6 +139,7 @@ def run_program(fd: int) -> int:
         traceback.print_exc()
         code = 1
     try:
+        atexit._run_exitfuncs()  # the process leaves by _exit, which runs none
         sys.stdout.flush()
     except BaseException:
         code = code or 1
