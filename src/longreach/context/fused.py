@@ -139,38 +139,47 @@ class FusedLayer:
         """dh [C, M] (None unless `need_dx`) and the chunk's parameter gradients, from the output's gradient."""
         grads: Grads = {}
         spec = self._spec(kv, chunk, saved)
+        dh2_CM = da = None
+        if saved is not None:  # the MLP's part comes first then: fewer tensors at once
+            dh2_CM, da = self._upper_backward(dy_CM, h_CM, saved[0].flatten(1), grads)
         x_CM, rstd = self._norm(h_CM, self.norm_in)
         (q, k, v), t_qkv = self.qkv.forward(x_CM)
         q_CHD, k_CKD, stats = self._rotate(q, k, cos_sin)
         out_CHD, lse_HC = attention_forward(q_CHD, k_CKD, self._heads(v), spec)
-        a_CO = out_CHD.flatten(1)
+        if dh2_CM is None or da is None:
+            dh2_CM, da = self._upper_backward(dy_CM, h_CM, out_CHD.flatten(1), grads)
+        dq_CHD, dk_CKD, dv_CKD, _ = attention_backward(da.view_as(out_CHD), q_CHD, out_CHD, lse_HC, spec)
+        del da, out_CHD, q_CHD, k_CKD, v
+        dq, dk = self._unrotate(dq_CHD, dk_CKD, q, k, cos_sin, stats, grads)
+        del q, k
+        needed = self._needs(need_dx, self.norm_in)
+        dx_CM = self.qkv.backward([dq, dk, dv_CKD.flatten(1)], x_CM, t_qkv, grads, need_dx=needed)
+        return self._norm_backward(dx_CM, h_CM, self.norm_in, rstd, dh2_CM, grads) if dx_CM is not None else None, grads
+
+    def _upper_backward(self, dy_CM: Tensor, h_CM: Tensor, a_CO: Tensor, grads: Grads) -> tuple[Tensor, Tensor]:
+        """From the layer's output down to the attention output: gradients at the layer's middle and at that output."""
         h2_CM, o_CM, t_out = self._join(self.out, h_CM, a_CO, 0)
         dh2_CM = self._mlp_backward(dy_CM, h2_CM, grads)
+        del h2_CM
         da = self.out.backward([self._unjoin(dh2_CM, o_CM, 0, grads)], a_CO, t_out, grads)
         assert da is not None
-        dq_CHD, dk_CKD, dv_CKD, _ = attention_backward(da.view_as(out_CHD), q_CHD, out_CHD, lse_HC, spec)
-        del da, out_CHD, q_CHD
-        dq, dk = self._unrotate(dq_CHD, dk_CKD, q, k, cos_sin, stats, grads)
-        dx_CM = self.qkv.backward(
-            [dq, dk, dv_CKD.flatten(1)], x_CM, t_qkv, grads, need_dx=self._needs(need_dx, self.norm_in)
-        )
-        return self._norm_backward(dx_CM, h_CM, self.norm_in, rstd, dh2_CM, grads) if dx_CM is not None else None, grads
+        return dh2_CM, da
 
     def _mlp_backward(self, dy_CM: Tensor, h2_CM: Tensor, grads: Grads) -> Tensor:
         """Gradient at the layer's middle: the MLP's and the residual branch's."""
+        activation = self.family.activation
         x_CM, rstd = self._norm(h2_CM, self.norm_mlp)
         (gate_CF, up_CF), t_gate_up = self.gate_up.forward(x_CM)
-        inner_CF = swiglu(gate_CF, up_CF, activation=self.family.activation)
-        if self.norm_after is None:
-            d_down, t_down = dy_CM, self.down.low_rank(inner_CF)
-        else:
-            _, down_CM, t_down = self._join(self.down, h2_CM, inner_CF, 1)
+        d_down = dy_CM
+        if self.norm_after is not None:
+            _, down_CM, _ = self._join(self.down, h2_CM, swiglu(gate_CF, up_CF, activation=activation), 1)
             d_down = self._unjoin(dy_CM, down_CM, 1, grads)
-        dinner_CF = self.down.backward([d_down], inner_CF, t_down, grads)
-        del inner_CF
-        assert dinner_CF is not None
-        dgate_CF, dup_CF = swiglu_backward(dinner_CF, gate_CF, up_CF, activation=self.family.activation)
-        del dinner_CF
+        dt_CR = self.down.low_rank_backward([d_down])
+        dinner_CF = self.down.input_backward([d_down], dt_CR)
+        # One pass: the gradients over gate and up, and the product again over its own gradient.
+        dgate_CF, dup_CF, inner_CF = swiglu_backward(dinner_CF, gate_CF, up_CF, activation=activation, return_h=True)
+        self.down.parameter_backward([d_down], inner_CF, self.down.low_rank(inner_CF), dt_CR, grads)
+        del dinner_CF, inner_CF
         dx_CM = self.gate_up.backward([dgate_CF, dup_CF], x_CM, t_gate_up, grads)
         assert dx_CM is not None
         return self._norm_backward(dx_CM, h2_CM, self.norm_mlp, rstd, dy_CM, grads)

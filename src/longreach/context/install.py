@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
@@ -31,7 +32,9 @@ from .tree import Layout, Segment, TokenTree
 logger = logging.getLogger(__name__)
 
 ATTENTION = "longreach"
-AUTO_CHUNK = 8192
+AUTO_CHUNK = {"cuda": 8192, "cpu": 4096}
+KEEP_ON_DEVICE = 2 * 2**30  # bytes of layer inputs beyond which "auto" takes them to the host
+HOST_SHARE = 0.5  # of the machine's memory that "auto" fills with what is kept
 
 _engines: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()
 
@@ -81,11 +84,11 @@ AttentionInterface.register(ATTENTION, chunk_attention)
 
 @dataclass(frozen=True)
 class Options:
-    """How `enable` was asked to run a model."""
+    """How `enable` was asked to run a model; None leaves the choice to each run's size."""
 
-    chunk: int
-    offload: str
-    save_attention: bool
+    chunk: int | None
+    offload: str | None
+    save_attention: bool | None
     fuse: bool = True  # hand-written layers where there is one; tests compare with the module itself
 
 
@@ -131,21 +134,37 @@ class Engine:
         return {i: modules[0] for i, modules in found.items() if modules}
 
     def make_run(self, layout: Layout, *, compact: bool, backward: bool, router_logits: bool = False) -> Run:
+        chunk, offload, save_attention = self._settle(layout.tokens)
         run = Run(
             layout=layout,
-            chunk=self.options.chunk,
+            chunk=chunk,
             layers=len(self.layers),
             compact=compact,
             backward=backward,
-            save_attention=self.options.save_attention,
+            save_attention=save_attention,
             fuse=self.options.fuse,
             replay_dropout=any(isinstance(m, nn.Dropout) and m.p > 0 and m.training for m in self.decoder.modules()),
             resumed=self._resumed,
             routers=self.routers if router_logits else {},
         )
-        if backward and self.options.offload == "host":
+        if backward and offload == "host":
             run.lease = self.pool.lease(run)
         return run
+
+    def _settle(self, tokens: int) -> tuple[int, str, bool]:
+        """(chunk, offload, save_attention) of a run, from its size and the machine's; never from what is free."""
+        weight = next(p for p in self.layers[0].parameters() if p.is_floating_point())
+        per_layer = tokens * len(self.layers) * weight.dtype.itemsize
+        heads = getattr(self.config, "num_attention_heads", 0)
+        width = heads * (getattr(self.config, "head_dim", None) or self.config.hidden_size // max(heads, 1))
+        inputs, attended = per_layer * self.config.hidden_size, per_layer * width
+        offload, save = self.options.offload, self.options.save_attention
+        if offload is None:
+            offload = "host" if weight.is_cuda and inputs > KEEP_ON_DEVICE else "none"
+        if save is None:
+            room = HOST_SHARE * _host_bytes() if offload == "host" else KEEP_ON_DEVICE
+            save = weight.is_cuda and inputs + attended <= room
+        return self.options.chunk or AUTO_CHUNK.get(weight.device.type, AUTO_CHUNK["cpu"]), offload, save
 
     @contextlib.contextmanager
     def _resumed(self, run: Run) -> Iterator[None]:
@@ -392,15 +411,19 @@ def enable(
 
 
 def resolve(chunk: int | str, offload: str, save_attention: bool | str) -> Options:
-    """Validate the three choices and settle the automatic ones."""
-    if chunk == "auto":
-        chunk = AUTO_CHUNK
-    if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
+    """Validate the three choices; "auto" becomes None."""
+    if chunk != "auto" and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
         raise ValueError(f"chunk={chunk!r}: give the tokens per chunk, a whole number from 1 up, or 'auto'")
-    if offload == "auto":
-        offload = "none"
-    if offload not in POLICIES:
+    if offload not in ("auto", *POLICIES):
         raise ValueError(f"offload={offload!r}: choose one of 'auto', {', '.join(map(repr, POLICIES))}")
     if save_attention not in ("auto", True, False):
         raise ValueError(f"save_attention={save_attention!r}: choose 'auto', True or False")
-    return Options(chunk, offload, save_attention is True)
+    return Options(
+        None if chunk == "auto" else int(chunk),
+        None if offload == "auto" else offload,
+        None if save_attention == "auto" else bool(save_attention),
+    )
+
+
+def _host_bytes() -> int:
+    return psutil.virtual_memory().total

@@ -101,29 +101,42 @@ class LinearGroup:
     def backward(
         self, dys_CO: Sequence[Tensor], x_CI: Tensor, t_CR: Tensor | None, grads: Grads, *, need_dx: bool = True
     ) -> Tensor | None:
-        """dx [C, I] of the group; puts the chunk's gradient of every trainable parameter into `grads`."""
-        dt_CR = None
-        if self.a_RI is not None and t_CR is not None:
-            dt_CR = torch.empty_like(t_CR)
-        dx_CI = None
+        """dx [C, I] of the group (None unless needed); puts the gradient of every trainable parameter into `grads`."""
+        dt_CR = self.low_rank_backward(dys_CO)
+        dx_CI = self.input_backward(dys_CO, dt_CR) if need_dx else None
+        self.parameter_backward(dys_CO, x_CI, t_CR, dt_CR, grads)
+        return dx_CI
+
+    def low_rank_backward(self, dys_CO: Sequence[Tensor]) -> Tensor | None:
+        """Gradient of x A' [C, R]; None without adapters."""
+        if self.a_RI is None:
+            return None
+        dt_CR = dys_CO[0].new_empty(len(dys_CO[0]), len(self.a_RI))
         for line, dy_CO, b_Or, rank in zip(self.linears, dys_CO, self.b_Or, self.ranks):
-            if need_dx:
-                dx_CI = dy_CO @ line.weight if dx_CI is None else dx_CI.addmm_(dy_CO, line.weight)
+            if b_Or is not None:
+                torch.mul(dy_CO @ b_Or, line.scale, out=dt_CR[:, rank])
+        return dt_CR
+
+    def input_backward(self, dys_CO: Sequence[Tensor], dt_CR: Tensor | None) -> Tensor:
+        """dx [C, I] from the outputs' gradients and `low_rank_backward`."""
+        dx_CI = dys_CO[0] @ self.linears[0].weight
+        for line, dy_CO in zip(self.linears[1:], dys_CO[1:]):
+            dx_CI.addmm_(dy_CO, line.weight)
+        return dx_CI if dt_CR is None or self.a_RI is None else dx_CI.addmm_(dt_CR, self.a_RI)
+
+    def parameter_backward(
+        self, dys_CO: Sequence[Tensor], x_CI: Tensor, t_CR: Tensor | None, dt_CR: Tensor | None, grads: Grads
+    ) -> None:
+        """Gradients of what is trained: weights, biases, adapters."""
+        for line, dy_CO, rank in zip(self.linears, dys_CO, self.ranks):
             if line.weight.requires_grad:
                 grads[line.weight] = dy_CO.t() @ x_CI
             if line.bias is not None and line.bias.requires_grad:
                 grads[line.bias] = dy_CO.sum(0)
-            if b_Or is None or dt_CR is None or t_CR is None:
-                continue
-            dt_CR[:, rank] = (dy_CO @ b_Or).mul_(line.scale)
-            if line.b is not None and line.b.requires_grad:
+            if line.b is not None and line.b.requires_grad and t_CR is not None:
                 grads[line.b] = (dy_CO.t() @ t_CR[:, rank]).mul_(line.scale)
-        if self.a_RI is not None and dt_CR is not None:
-            if dx_CI is not None:
-                dx_CI.addmm_(dt_CR, self.a_RI)
-            if any(line.a is not None and line.a.requires_grad for line in self.linears):
-                da_RI = dt_CR.t() @ x_CI
-                for line, rank in zip(self.linears, self.ranks):
-                    if line.a is not None and line.a.requires_grad:
-                        grads[line.a] = da_RI[rank]
-        return dx_CI
+        if dt_CR is not None and any(line.a is not None and line.a.requires_grad for line in self.linears):
+            da_RI = dt_CR.t() @ x_CI
+            for line, rank in zip(self.linears, self.ranks):
+                if line.a is not None and line.a.requires_grad:
+                    grads[line.a] = da_RI[rank]
