@@ -123,11 +123,11 @@ class Bench:
 
         engine = engine_of(self.model)
         assert engine is not None
-        chosen = engine.options
+        chunk, offload, save_attention = engine.settle(prompts * (context - completion + group * completion))
         entry = {
             "engine": "longreach", "case": name, "model": self.shape.name, "layers": self.shape.layers, "dtype": "bf16",
-            "context": context, "completion": completion, "group": group, "prompts": prompts, "chunk": chosen.chunk,
-            "offload": chosen.offload, "save_attention": chosen.save_attention, **found,
+            "context": context, "completion": completion, "group": group, "prompts": prompts, "chunk": chunk,
+            "offload": offload, "save_attention": save_attention, **found,
         }  # fmt: skip
         if name != "group rows" and found["step_s"] is not None:
             entry["utilization"] = measure.utilization(self.shape, context, completion, group, prompts, found["step_s"])

@@ -134,7 +134,7 @@ class Engine:
         return {i: modules[0] for i, modules in found.items() if modules}
 
     def make_run(self, layout: Layout, *, compact: bool, backward: bool, router_logits: bool = False) -> Run:
-        chunk, offload, save_attention = self._settle(layout.tokens)
+        chunk, offload, save_attention = self.settle(layout.tokens)
         run = Run(
             layout=layout,
             chunk=chunk,
@@ -151,7 +151,7 @@ class Engine:
             run.lease = self.pool.lease(run)
         return run
 
-    def _settle(self, tokens: int) -> tuple[int, str, bool]:
+    def settle(self, tokens: int) -> tuple[int, str, bool]:
         """(chunk, offload, save_attention) of a run, from its size and the machine's; never from what is free."""
         weight = next(p for p in self.layers[0].parameters() if p.is_floating_point())
         per_layer = tokens * len(self.layers) * weight.dtype.itemsize
