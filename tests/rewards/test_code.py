@@ -26,7 +26,7 @@ from longreach.rewards import (
     policy_reward,
     to_rewards,
 )
-from longreach.rewards.code import CodeReward
+from longreach.rewards.code import CodeReward, _plan_function
 from longreach.rewards.compare import matches, same_output
 from longreach.rewards.extraction import extract_code
 from longreach.rewards.sandbox import SuiteError
@@ -246,6 +246,17 @@ def test_inputs_are_fresh_each_time_unless_seeded(box: Sandbox) -> None:
             reward.grade_source(source, task)
             reward.grade_source(source, task)
         assert (seen[:5] == seen[5:]) is (seed is not None)
+
+
+def test_fixed_cases_and_related_inputs_hide_among_the_others() -> None:
+    orders = set()
+    for seed in range(5):
+        inputs, checks = _plan_function(SORT, random.Random(seed))
+        assert len(inputs) == 1 + 20 + 20 * 2 and len(checks) == 41
+        orders.add(inputs.index(([3, 1, 2],)))
+        pairs = [needs for needs, _ in checks if len(needs) == 2]
+        assert sum(abs(a - b) == 1 for a, b in pairs) < 10
+    assert len(orders) > 2
 
 
 def test_checks_of_properties(box: Sandbox) -> None:

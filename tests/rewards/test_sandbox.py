@@ -18,7 +18,7 @@ import pytest
 
 from longreach.rewards import InfrastructureError, IsolationError, Limits, Sandbox, Tier
 from longreach.rewards.sandbox import process as process_module
-from longreach.rewards.sandbox.child import seccomp, syscalls
+from longreach.rewards.sandbox.child import codec, seccomp, syscalls, wire
 
 ADD = "def add(a, b):\n    return a + b\n"
 
@@ -123,6 +123,16 @@ def f(x):
     return early
 """
     assert box.call(source, "f", [(1,), (2,), (3,)]).values == (0, 0, 0)
+
+
+def test_a_whole_answer_written_before_its_question_is_refused(box: Sandbox) -> None:
+    value = codec.encode(42)
+    forged = wire.HEADER.pack(bytes(wire.NONCE_BYTES), wire.OK, len(value)) + value
+    early = f"import os\nos.write(3, {wire.HEADER.pack(bytes(16), 0, 0) + forged!r})\ndef f(x): return x\n"
+    assert box.call(early, "f", [(1,), (2,)]).failure == "protocol"
+    between = f"import os\ndef f(x):\n    if x == 1: os.write(3, {forged!r})\n    return x\n"
+    outcome = box.call(between, "f", [(1,), (2,)])
+    assert outcome.failure == "protocol" and 42 not in outcome.values
 
 
 def test_programs(box: Sandbox) -> None:
