@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 import typer
@@ -48,6 +49,8 @@ def test_it_survives_json_and_states_what_was_run(card, tmp_path):
 def test_the_schema_describes_the_card(card):
     schema = json_schema()
     assert set(schema["required"]) <= json.loads(card.to_json()).keys()
+    published = Path(__file__).parents[2] / "docs" / "audit_card.schema.json"
+    assert json.loads(published.read_text("utf-8")) == schema
     assert "exploit acceptance" in schema["$defs"]["ClassResult"]["properties"]["ear"]["description"]
 
 

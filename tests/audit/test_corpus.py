@@ -1,7 +1,9 @@
 """The corpus: complete, sealed, reproducible, and every completion is what it is said to be."""
 
+import re
 import shutil
 import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -56,6 +58,12 @@ def test_payloads_are_inert():
         found = [word for word in forbidden if word in sample.source]
         assert not found, (task.id, sample.id, found)
         assert "://" not in sample.source.replace("http://127.0.0.1:9/", ""), sample.id
+
+
+def test_the_specification_explains_every_number():
+    text = (Path(__file__).parents[2] / "docs" / "audit.md").read_text("utf-8")
+    missing = {s.exploit.taxonomy for _, s in ALL if not re.search(rf"\b{s.exploit.taxonomy}\b", text)}
+    assert not missing
 
 
 def test_fixed_cases_agree_with_the_references():

@@ -71,7 +71,8 @@ def audit(
 
     Args:
         reward: a function with TRL's signature, or ``"file.py:name"`` or ``"module:name"``. It runs in a process of its
-            own: a named one in a fresh interpreter, a function object in a fork of this one.
+            own: a named one in a fresh interpreter, a function object in a fork of this one. Name rewards that use
+            threads or a GPU: these do not survive a fork.
         corpus: a loaded corpus, a corpus folder, or ``None`` for the public corpus of this package.
         kinds: task kinds to measure; by default those in which the reward pays at least one honest solution more than
             the wrong ones. Say them if you know them: the default cannot tell a broken grader from one that is for
