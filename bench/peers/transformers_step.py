@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from bench.train_step import EVERYDAY
 
 from bench import measure, models
-from bench.train_step import EVERYDAY
 
 BATCH = 8  # rows at once in the everyday case
 

@@ -14,6 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from bench import measure, models
 
 
@@ -70,8 +72,6 @@ def stretch(folder: Path, positions: int) -> None:
 
 def load(folder: Path, longest: int) -> Any:
     from unsloth import FastLanguageModel  # type: ignore[import-not-found]  # before Transformers: it patches it
-
-    import torch
 
     model, _ = FastLanguageModel.from_pretrained(
         model_name=str(folder), max_seq_length=longest, dtype=torch.bfloat16, load_in_4bit=False

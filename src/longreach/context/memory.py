@@ -23,6 +23,7 @@ FORMATS: dict[str, tuple[float, int]] = {"bf16": (2, 2), "fp16": (2, 2), "fp32":
 FLOAT = 4  # adapters (PEFT's default), sums of gradients, lse
 ADAM = 2  # states per trained parameter, in the parameter's dtype
 MIB = 2**20
+Windows = tuple[int | None, ...]
 SLAB = 512 * MIB  # granularity of the pinned pool in offload.py
 ROUND = 256
 
@@ -198,8 +199,9 @@ def _moments(work: Work, policy: Policy) -> dict[str, dict[str, int]]:
             kept | {"hidden and gradient rows": rows * row, "chunk workspace": rest.pop("workspace", 0)} | always | rest
         )
 
-    sizes = [ChunkSizes.of(work, policy, *chunk) for chunk in work.chunks(policy.chunk)]
-    last = [ChunkSizes.of(work, policy, *chunk) for chunk in work.labelled_chunks(policy.chunk)]
+    inner, top = shape.windows[:-1] or shape.windows, shape.windows[-1:]
+    sizes = [ChunkSizes.of(work, policy, inner, *chunk) for chunk in work.chunks(policy.chunk)]
+    last = [ChunkSizes.of(work, policy, top, *chunk) for chunk in work.labelled_chunks(policy.chunk)]
     keys_only = max(size.keys_only() for size in sizes)
     compact = work.labelled * shape.hidden * b
     return {
@@ -248,8 +250,8 @@ class ChunkSizes:
     saved: bool
 
     @classmethod
-    def of(cls, work: Work, policy: Policy, rows: int, reach: int) -> ChunkSizes:
-        """Of a chunk of `rows` tokens that may see `reach` earlier keys."""
+    def of(cls, work: Work, policy: Policy, windows: Windows, rows: int, reach: int) -> ChunkSizes:
+        """Of a chunk of `rows` tokens that may see `reach` earlier keys, in the costliest of layers with these windows."""
         shape, b = work.shape, work.itemsize
         ranks = sum(work.ranks.values())
         adapter = rows * ranks * b * 2 + work.layer_adapter * (2 * FLOAT + b)
@@ -262,7 +264,7 @@ class ChunkSizes:
         return cls(
             M=rows * shape.hidden * b, Q=rows * shape.query * b, K=rows * shape.keys * b,
             F=rows * shape.mlp * max(1, shape.active) * b, wide=FLOAT / b, lse=2 * rows * shape.heads * FLOAT,
-            adapter=adapter, calls=tuple(n * shape.keys * b for n in _calls(shape, rows, reach)),
+            adapter=adapter, calls=tuple(n * shape.keys * b for n in _calls(windows, rows, reach)),
             grouped=shape.heads != shape.kv_heads, fused=shape.fused, sandwich=shape.sandwich,
             qk_norm=shape.kind in QK_NORM, fetched=fetched, saved=policy.save_attention,
         )  # fmt: skip
@@ -277,7 +279,7 @@ class ChunkSizes:
         """The layer without gradients."""
         projected = self.M + 2 * self.Q + 3 * self.K
         attention = projected + self._attended()
-        mlp = self.Q + 2 * self.M + 3 * self.F + (2 * self.M if self.sandwich else 0)
+        mlp: float = self.Q + 2 * self.M + 3 * self.F + (2 * self.M if self.sandwich else 0)
         if not self.fused:
             attention, mlp = attention + 2 * self.wide * (self.M + self.Q), mlp + 2 * self.wide * self.M
         return math.ceil(max(attention, mlp)) + self.lse + self.adapter // 2
@@ -289,12 +291,12 @@ class ChunkSizes:
         """Recompute and gradients of the chunk."""
         if not self.fused:
             return self._autograd()
-        held = 2 * self.M + 3 * self.Q + 3 * self.K + self.fetched
-        if self.sandwich:
-            held += self.M
-        mlp = held + self.M + 4 * self.F + (2 * self.M if self.sandwich else 0)
-        recompute = held - self.M - self.Q + (0 if self.saved else self._attended())
-        return math.ceil(max(mlp, recompute, held + self._attention_backward())) + self.lse + self.adapter
+        # Saved attention is handed in, and the MLP's part then comes before q, k and v are made.
+        projected = self.M + (2 if self.saved else 3) * self.Q + 3 * self.K
+        mlp = 2 * self.M + 3 * self.F + (4 * self.M if self.sandwich else 0) + (0 if self.saved else projected)
+        recompute = 0.0 if self.saved else projected - self.Q + self._attended()
+        peak = max(mlp, recompute, projected + self._attention_backward())
+        return math.ceil(peak) + self.fetched + self.lse + self.adapter
 
     def _attention_backward(self) -> float:
         """dout; dq in fp32 and of the last call; dk, dv of a call and of the one before it; a flash kernel's fp32 sums."""
@@ -312,8 +314,8 @@ class ChunkSizes:
         return math.ceil(max(held + 2 * self.F, held + self._attention_backward())) + self.lse + self.adapter
 
 
-def _calls(shape: ModelShape, rows: int, reach: int) -> list[int]:
-    """Keys of each attention call of a chunk: its own, then blocks of those before it (full attention is the larger case)."""
-    if None not in shape.windows:
-        return [rows + min(reach, max(window or 0 for window in shape.windows))]
+def _calls(windows: Windows, rows: int, reach: int) -> list[int]:
+    """Keys of each attention call of a chunk: its own, then blocks of those before it; a window takes one call."""
+    if None not in windows:
+        return [rows + min(reach, max(window or 0 for window in windows))]
     return [rows, *(min(KEY_BLOCK, reach - at) for at in range(0, reach, KEY_BLOCK))]

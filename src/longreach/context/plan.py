@@ -6,6 +6,7 @@ time: the same configuration gets the same chunks, hence the same bits, everywhe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -242,9 +243,11 @@ def _refusal(made: Plan, choices: list[Choice]) -> str:
     text = f"{work.shape.name} ({work.weights}, {'LoRA' if work.ranks else 'all parameters'}): a context of {work.context} "
     text += f"(completion {work.completion}, group {work.group}) does not fit "
     text += f"{_size(made.gpu_bytes)} of GPU and {_size(made.host_bytes)} of host memory. "
-    text += f"It needs a GPU of {_size(gpu.gpu_needed)} and, with that, a host of {_size(gpu.host_needed / HOST_SHARE)}"
+    text += (
+        f"It needs a GPU of {_enough(gpu.gpu_needed)} and, with that, a host of {_enough(gpu.host_needed / HOST_SHARE)}"
+    )
     if host.host_needed < gpu.host_needed:
-        text += f"; or, with less on the host, a GPU of {_size(host.gpu_needed)}"
+        text += f"; or, with less on the host, a GPU of {_enough(host.gpu_needed)}"
     longest = made.longest()
     if longest:
         return f"{text}. The longest context that fits here is {longest} tokens."
@@ -331,6 +334,11 @@ def _cells(choice: Choice) -> tuple[str, str, str, str]:
 
 def _size(size: float | None) -> str:
     return "any amount" if size is None else f"{size / GB:.1f} GB"
+
+
+def _enough(size: float) -> str:
+    """A size to buy: rounded up."""
+    return f"{math.ceil(size / GB * 10) / 10:.1f} GB"
 
 
 def _time(seconds: float) -> str:

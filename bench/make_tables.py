@@ -1,0 +1,259 @@
+"""docs/benchmarks.md and its plots, made from bench/results/*.json and nothing else.
+
+python -m bench.make_tables                   # write the page
+python -m bench.make_tables --check           # exit 1 if the page is not what the results say
+python -m bench.make_tables --join a.json …   # first take records of other files into train_step.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from bench import plots
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "bench" / "results"
+PAGE = ROOT / "docs" / "benchmarks.md"
+ENGINES = ("longreach", "unsloth", "transformers")
+NAMES = {"longreach": "Longreach", "unsloth": "Unsloth", "transformers": "Transformers"}
+GIB = 2**30
+Record = dict[str, Any]
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a file would change")
+    parser.add_argument(
+        "--join", nargs="+", type=Path, default=[], metavar="JSON", help="files whose records join first"
+    )
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON files")
+    parser.add_argument("--page", type=Path, default=PAGE, help="the page to write; plots go beside it")
+    options = parser.parse_args(argv)
+    if options.join:
+        join(options.results / "train_step.json", options.join)
+    files = {options.page: page(options.results)}
+    for name, svg in drawings(steps(options.results)).items():
+        files[options.page.parent / name] = svg
+    if options.check:
+        stale = [p for p, text in files.items() if not p.exists() or p.read_text(encoding="utf-8") != text]
+        if stale:
+            sys.exit(f"not what the results say: {', '.join(str(p) for p in stale)}; run python -m bench.make_tables")
+        return
+    for path, text in files.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+
+def join(path: Path, others: Iterable[Path]) -> None:
+    """Take in records, the later one of the same case winning."""
+    from bench.measure import KEY
+
+    held = {tuple(str(r.get(k)) for k in KEY): r for r in _read(path)}
+    for other in others:
+        held |= {tuple(str(r.get(k)) for k in KEY): r for r in _read(other)}
+    path.write_text(json.dumps(list(held.values()), indent=1) + "\n", encoding="utf-8")
+
+
+def _read(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+
+
+def steps(results: Path) -> list[Record]:
+    return _read(results / "train_step.json")
+
+
+def page(results: Path) -> str:
+    records = steps(results)
+    parts = ["# Benchmarks", "", INTRODUCTION, ""]
+    if records:
+        parts += [_provenance(records), ""]
+    parts += sequences(records) + groups(records) + everyday(records) + planner(_read(results / "planner.json"))
+    parts += cpu(_read(results / "context_cpu.json"))
+    return "\n".join(parts).rstrip() + "\n"
+
+
+INTRODUCTION = (
+    "Made by `python -m bench.make_tables` from `bench/results/`; each figure has its script in `bench/`. A training step is one "
+    "forward and backward with LoRA r=32 on all seven kinds of linear layer, bf16 weights, random values in the model's real "
+    "shape, the loss on the last 1,024 tokens of a sequence. Seconds are medians of the steps after the first. Memory is "
+    "PyTorch's peak less what the loaded model takes. The share of the roofline is the time that the model's own FLOP, without "
+    "recomputation, would take at 790 TFLOP/s (matrix products) and 620 TFLOP/s (attention), over the time taken."
+)
+
+
+def _provenance(records: list[Record]) -> str:
+    cards = sorted({r["card"] for r in records})
+    commits = sorted({r["commit"][:10] for r in records})
+    versions: dict[str, set[str]] = {}
+    for r in records:
+        for name, version in r["versions"].items():
+            versions.setdefault(name, set()).add(str(version))
+    listed = ", ".join(f"{name} {'/'.join(sorted(found))}" for name, found in sorted(versions.items()))
+    return f"Card: {', '.join(cards)}. Commit: {', '.join(commits)}. Versions: {listed}."
+
+
+def table(header: list[str], rows: list[list[str]]) -> list[str]:
+    line = "|" + "|".join(" --- " if i == 0 else " ---: " for i in range(len(header))) + "|"
+    return ["| " + " | ".join(header) + " |", line, *("| " + " | ".join(row) + " |" for row in rows), ""]
+
+
+def sequences(records: list[Record]) -> list[str]:
+    found = [r for r in records if r["case"] == "sequence"]
+    if not found:
+        return []
+    out = ["## One sequence", ""]
+    for model, layers in sorted({(r["model"], r["layers"]) for r in found}):
+        mine = [r for r in found if (r["model"], r["layers"]) == (model, layers)]
+        mine.sort(key=lambda r: (r["context"], ENGINES.index(r["engine"]), str(_how(r))))
+        out += [f"### {model}, {layers} layers", ""]
+        header = [
+            "context",
+            "engine",
+            "forward",
+            "backward",
+            "step",
+            "first step",
+            "GiB above the model",
+            "of the roofline",
+        ]
+        rows = []
+        for r in mine:
+            start = [f"{r['context']:,}", f"{NAMES[r['engine']]}{_how(r)}"]
+            if r["step_s"] is None:
+                rows.append([*start, "", "", "out of memory", "", "", ""])
+                continue
+            times = [f"{r[k]:.2f} s" for k in ("forward_s", "backward_s", "step_s", "first_step_s")]
+            rows.append([*start, *times, _gib(r.get("above_weights_bytes")), _percent(r.get("utilization"))])
+        out += table(header, rows)
+    names = [name for name in drawings(records)]
+    return out + [line for name in names for line in (f"![{name.removesuffix('.svg').replace('_', ' ')}]({name})", "")]
+
+
+def _how(r: Record) -> str:
+    if r["engine"] != "longreach":
+        return ""
+    kept = {"none": "kept on GPU", "host": "inputs on host"}[r["offload"]]
+    return f" ({kept}, chunk {r['chunk']:,}{', attention saved' if r['save_attention'] else ''})"
+
+
+def groups(records: list[Record]) -> list[str]:
+    trees = {(r["model"], r["context"], r["group"]): r for r in records if r["case"] == "group tree"}
+    rows_of = {(r["model"], r["context"], r["group"]): r for r in records if r["case"] == "group rows"}
+    rows = []
+    for key in sorted(trees.keys() & rows_of.keys()):
+        tree, single = trees[key], rows_of[key]
+        if tree["step_s"] is None or single["step_s"] is None:
+            continue
+        gain = f"{single['step_s'] / tree['step_s']:.1f}×"
+        differ = single.get("gradient_difference")
+        prompt = key[1] - tree["completion"]
+        rows.append(
+            [f"{key[0]}, {key[2]} × {tree['completion']:,} on {prompt:,}", f"{tree['step_s']:.2f} s", f"{single['step_s']:.2f} s",
+             gain, _gib(tree.get("above_weights_bytes")), "" if differ is None else f"{differ:.1e}"]
+        )  # fmt: skip
+    if not rows:
+        return []
+    text = "A GRPO group as a tree, and as rows of full length one after the other through the same engine."
+    header = ["group", "tree", "rows", "faster", "GiB above the model", "gradients differ by"]
+    return ["## Groups that share a prompt", "", text, "", *table(header, rows)]
+
+
+def everyday(records: list[Record]) -> list[str]:
+    found = sorted((r for r in records if r["case"] == "everyday"), key=lambda r: ENGINES.index(r["engine"]))
+    rows = []
+    for r in found:
+        if r["step_s"] is None:
+            rows.append([f"{NAMES[r['engine']]}{_how(r)}", "out of memory", "", ""])
+            continue
+        rows.append(
+            [
+                f"{NAMES[r['engine']]}{_how(r)}",
+                f"{r['step_s']:.2f} s",
+                f"{r['first_step_s']:.2f} s",
+                _gib(r.get("above_weights_bytes")),
+            ]
+        )
+    if not rows:
+        return []
+    text = f"{found[0]['model']}: 8 prompts of 256 tokens, 8 completions of 1,024 each; the peers run padded rows, eight at once."
+    return [
+        "## Everyday short rows",
+        "",
+        text,
+        "",
+        *table(["engine", "step", "first step", "GiB above the model"], rows),
+    ]
+
+
+def planner(result: Any) -> list[str]:
+    if not result:
+        return []
+    against = {
+        "cuda": f"`torch.cuda.max_memory_allocated` on {result['card']}",
+        "meta": "a replay of the engine's own allocations on PyTorch's meta device (no GPU)",
+    }[result["against"]]
+    points = result["points"]
+    worst = max(abs(p["error"]) for p in points)
+    within = sum(abs(p["error"]) <= 0.10 for p in points)
+    text = (
+        f"Predicted peak against {against}: {within} of {len(points)} points within 10%, the worst off by {worst:.1%}."
+    )
+    header = ["model, layers", "context × group", "policy", "planned GiB", "measured GiB", "error"]
+    rows = [
+        [f"{p['model']}, {p['layers']}", f"{p['context']:,} × {p['group']}", _how({"engine": "longreach", **p}).strip(" ()"),
+         _gib(p["predicted_bytes"]), _gib(p["measured_bytes"]), f"{p['error']:+.1%}"]
+        for p in points
+    ]  # fmt: skip
+    return ["## The planner", "", text, "", *table(header, rows)]
+
+
+def cpu(result: Any) -> list[str]:
+    if not result:
+        return []
+    return [
+        "## On a CPU",
+        "",
+        "`bench/context_cpu.py` compares memory and time with stock Transformers without a GPU: the README has its figure.",
+        "",
+    ]
+
+
+def _gib(size: float | None) -> str:
+    return "" if size is None else f"{size / GIB:.2f}"
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{share:.0%}"
+
+
+def drawings(records: list[Record]) -> dict[str, str]:
+    """Plots of memory and time against context, for each model at full depth that has two lengths or more."""
+    out: dict[str, str] = {}
+    found = [r for r in records if r["case"] == "sequence" and r["step_s"] is not None]
+    for model in sorted({r["model"] for r in found}):
+        depth = max(r["layers"] for r in found if r["model"] == model)
+        series: dict[str, list[Record]] = {}
+        for r in found:
+            if r["model"] == model and r["layers"] == depth:
+                series.setdefault(NAMES[r["engine"]] + _how(r), []).append(r)
+        if max(len(s) for s in series.values()) < 2:
+            continue
+        stem = model.lower().replace(".", "_").replace("-", "_")
+        memory = {
+            n: [(r["context"], r["above_weights_bytes"] / GIB) for r in s if r.get("above_weights_bytes")]
+            for n, s in series.items()
+        }
+        if any(memory.values()):
+            out[f"memory_{stem}.svg"] = plots.lines(f"{model}: GiB above the loaded model", "GiB", memory)
+        times = {n: [(r["context"], r["step_s"]) for r in s] for n, s in series.items()}
+        out[f"time_{stem}.svg"] = plots.lines(f"{model}: seconds a step", "seconds", times)
+    return out
+
+
+if __name__ == "__main__":
+    main()
