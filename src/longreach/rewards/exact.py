@@ -101,11 +101,11 @@ def rational(text: str) -> Fraction | None:
         return -value if sign == "-" else value
     if match := _LATEX_FRACTION.match(text):
         sign, whole, *parts = match.groups()
-        value = _ratio(parts[0] or parts[1], parts[2] or parts[3])
-        if value is None:
+        ratio = _ratio(parts[0] or parts[1], parts[2] or parts[3])
+        if ratio is None:
             return None
-        value += int(whole or 0)
-        return -value if sign == "-" else value
+        mixed = int(whole or 0) + ratio
+        return -mixed if sign == "-" else mixed
     if match := _SCIENTIFIC.match(text):
         mantissa, exponent = rational(match[1]), int((match[2] or match[3] or match[4])[:9])
         if mantissa is None or abs(exponent) > _MAX_EXPONENT:
