@@ -10,7 +10,7 @@ from typing import Any
 
 
 def describe() -> dict[str, Any]:
-    """Machine, kernel, Python, commit and the load while measuring."""
+    """Machine, kernel, Python, commit, and the load and own priority while measuring."""
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent
     )
@@ -28,5 +28,6 @@ def describe() -> dict[str, Any]:
         "kernel": platform.release(),
         "python": platform.python_version(),
         "commit": commit.stdout.strip(),
+        "niceness": os.nice(0),
         "load_average": [round(value, 2) for value in os.getloadavg()],
     }

@@ -2,7 +2,7 @@
 
     python bench/speed_reward.py [--repeats 500] [--hogs 3] [--out bench/results/speed_reward.json]
 
-With hogs, so many processes burn CPU on all cores while it measures.
+With hogs, so many processes burn CPU on all cores while it measures. Rows of other numbers of hogs are kept.
 """
 
 from __future__ import annotations
@@ -96,7 +96,8 @@ def main() -> None:
     parser.add_argument("--hogs", type=int, nargs="*", default=[0, 3])
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "speed_reward.json")
     arguments = parser.parse_args()
-    rows = []
+    kept = json.loads(arguments.out.read_text())["rows"] if arguments.out.exists() else []
+    rows = [row for row in kept if row["hogs"] not in arguments.hogs]
     for hogs in arguments.hogs:
         burning = [multiprocessing.Process(target=_burn, daemon=True) for _ in range(hogs)]
         for process in burning:
@@ -104,7 +105,7 @@ def main() -> None:
         try:
             with speed_reward(PYTHON_MATMUL) as reward:
                 reward.calibrate(reward.plan.calibrations)
-                row = {"hogs": hogs, "against_itself": against_itself(reward, arguments.repeats)}
+                row = {"hogs": hogs, "machine": describe(), "against_itself": against_itself(reward, arguments.repeats)}
             row["known_ratio"] = known_ratio(max(20, arguments.repeats // 10))
         finally:
             for process in burning:
@@ -112,8 +113,9 @@ def main() -> None:
                 process.join()
         print(json.dumps(row))
         rows.append(row)
+    rows.sort(key=lambda row: row["hogs"])
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps({"machine": describe(), "rows": rows}, indent=1) + "\n")
+    arguments.out.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

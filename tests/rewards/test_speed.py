@@ -298,6 +298,12 @@ def test_a_broken_recipe_is_the_graders_failure(box: Sandbox) -> None:
         replace(COUNTED, max_speedup=1.0)
 
 
+def test_other_systems_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.platform", "darwin")
+    with pytest.raises(InfrastructureError, match="needs Linux"):
+        speed_reward("python_matmul")
+
+
 def test_pickling() -> None:
     with speed_reward("vector_distances", plan=QUICK) as reward:
         text = pickle.dumps(reward)

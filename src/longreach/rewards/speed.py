@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import secrets
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -375,6 +376,8 @@ def speed_reward(
 
     Quarantined completions (an implausible speed-up, clocks that disagree) get None. Raises InfrastructureError.
     """
+    if sys.platform != "linux":
+        raise InfrastructureError("speed_reward reads another process's CPU clock, which needs Linux")
     if isinstance(recipe, str):
         if recipe not in RECIPES:
             raise ValueError(f"recipe is {recipe!r}; there are {', '.join(RECIPES)}, or give a SpeedRecipe")
