@@ -1,8 +1,10 @@
 """Format, length and text rewards pay only with a right answer."""
 
+import pickle
+
 import pytest
 
-from longreach.rewards.math import math_reward
+from longreach.rewards.math import math_reward, numeric_reward
 from longreach.rewards.text import format_reward, length_reward, text_reward
 
 RIGHT = "<think>6*7 is 42</think><answer>42</answer>"
@@ -70,3 +72,10 @@ def test_bad_settings_are_named():
         format_reward(pays=0)
     with pytest.raises(ValueError, match="gate: got 3"):
         format_reward(3)
+
+
+def test_rewards_have_the_names_they_are_logged_under():
+    made = [math_reward(), numeric_reward(), text_reward(), format_reward(), length_reward(full_until=1, zero_from=2)]
+    names = ["math_reward", "numeric_reward", "text_reward", "format_reward", "length_reward"]
+    assert [reward.__name__ for reward in made] == names
+    assert pay(pickle.loads(pickle.dumps(math_reward())), r"\boxed{42}", answer=["42"]) == [1.0]

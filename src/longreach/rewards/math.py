@@ -31,15 +31,15 @@ class MathReward:
     with their reasons.
     """
 
-    answer: str = "answer"
-    slot: SlotName = "any"
-    right: float = 1.0
-    wrong: float = 0.0
-    numeric_only: bool = False
-    relative_tolerance: Fraction = Fraction(0)
-    seconds: float = 2.0
-    max_answer_chars: int = 400
-    __name__: str = "math_reward"
+    answer: str
+    slot: SlotName
+    right: float
+    wrong: float
+    numeric_only: bool
+    relative_tolerance: Fraction
+    seconds: float
+    max_answer_chars: int
+    __name__: str  # trainers log a reward under its name
 
     def __post_init__(self) -> None:
         if self.slot not in SLOTS:

@@ -137,7 +137,7 @@ class TextReward:
     slot: SlotName
     right: float
     wrong: float
-    __name__: str = "text_reward"
+    __name__: str  # trainers log a reward under its name
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float | None]:
         return to_rewards(self.grade(prompts, completions, **columns))
@@ -178,7 +178,7 @@ def text_reward(
         raise ValueError(f"slot: got {slot!r}; it must be one of {', '.join(SLOTS)}")
     if not right > wrong:
         raise ValueError(f"right: got {right} with wrong={wrong}; the right answer must pay more")
-    return TextReward(answer, slot, right, wrong)
+    return TextReward(answer, slot, right, wrong, "text_reward")
 
 
 def _is_think(text: str, min_work: int) -> bool:
