@@ -12,9 +12,9 @@ from longreach import GRPOConfig, GRPOTrainer, zoo  # with TRL: from trl import 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=str(zoo.model_path()), help="a Hub id or a local folder")
-    parser.add_argument("--task", default="log_facts", choices=[task.name for task in zoo.tasks()])
+    parser.add_argument("--task", default="program_trace", choices=[task.name for task in zoo.tasks()])
     parser.add_argument("--length", type=int, default=2048, help="tokens of a prompt")
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--output", default="out/grpo_long_context")
     return parser.parse_args()
 
@@ -28,8 +28,8 @@ def main() -> None:
         max_completion_length=8,
         num_generations=8,
         per_device_train_batch_size=32,
-        learning_rate=3e-4,
-        lr_scheduler_type="constant",
+        learning_rate=4e-4,
+        lr_scheduler_type="linear",
         max_steps=options.steps,
         logging_steps=1,
         bf16=False,

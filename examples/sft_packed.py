@@ -21,9 +21,9 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     options = parse()
-    rows = zoo.task("log_facts").dataset("train", size=64, length=options.length // 4)
+    rows = zoo.task("program_trace").dataset("train", size=64, length=options.length // 4)
     rows = rows.map(
-        lambda row: {"completion": [{"role": "assistant", "content": row["answer"]}]},
+        lambda row: {"completion": [{"role": "assistant", "content": " " + row["answer"]}]},
         remove_columns=["answer", "key", "task"],
     )
     args = SFTConfig(
