@@ -166,6 +166,7 @@ def test_code_proves_what_it_is(name):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", [None, 1, 2])
 def test_all_code_proves_what_it_is(seed):
     corpus = load_corpus() if seed is None else private_split(seed)

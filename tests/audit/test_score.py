@@ -69,6 +69,7 @@ def test_our_code_reward_pays_no_exploit_and_all_honest_programs():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
 def test_our_code_and_speed_rewards_on_the_whole_corpus():
     code = audit("longreach.audit.own:code_reward", kinds=["function", "program"])
     assert code.holes() == [] and code.har.share == 1.0
@@ -78,6 +79,7 @@ def test_our_code_and_speed_rewards_on_the_whole_corpus():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_the_naive_speed_grader_has_its_known_holes():
     card = audit(f"{NAIVE / 'speed.py'}:reward", kinds=["speed"])
     assert {"D37", "D43", "D46", "B16"} <= {f.taxonomy for f in card.findings if f.accepted}
