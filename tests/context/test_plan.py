@@ -191,6 +191,22 @@ def test_refusal_of_a_model_that_never_fits():
         plan(QWEN, gpu_bytes=24 * GB, **{**GROUP, "lora": None})
 
 
+def test_the_formula_knows_every_offload_policy_of_the_engine():
+    assert set(memory.PLACES) == set(offload.POLICIES)
+
+
+def test_running_out_all_the_same_says_plan_fact_and_what_fits():
+    made = plan(QWEN, gpu_bytes=60 * GB, **GROUP)
+    assert made.policy == Policy(8192, "none", True)
+    text = made.out_of_memory(59 * GB)
+    assert f"out of GPU memory with 59.0 GB allocated; planned were {made.gpu / GB:.1f} GB" in text
+    assert "on a GPU of 60.0 GB" in text
+    assert "This would fit: chunk=8192, offload='none', save_attention=False." in text
+    last = plan(QWEN, gpu_bytes=12 * GB, chunk=1024, offload="host", save_attention=False, **GROUP)
+    assert "A context of " in last.out_of_memory(int(1.1 * last.gpu))
+    assert "No context fits" in last.out_of_memory(last.gpu + 6 * GB)
+
+
 def test_free_memory_is_never_asked(monkeypatch):
     def forbidden(*_):
         raise AssertionError("the plan depends on what is free")

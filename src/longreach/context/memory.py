@@ -23,6 +23,7 @@ FORMATS: dict[str, tuple[float, int]] = {"bf16": (2, 2), "fp16": (2, 2), "fp32":
 FLOAT = 4  # adapters (PEFT's default), sums of gradients, lse
 ADAM = 2  # states per trained parameter, in the parameter's dtype
 MIB = 2**20
+PLACES = {"none": "kept on GPU", "host": "inputs on host"}  # the offload policies that the formula knows
 Windows = tuple[int | None, ...]
 SLAB = 512 * MIB  # granularity of the pinned pool in offload.py
 ROUND = 256
@@ -37,8 +38,7 @@ class Policy:
     save_attention: bool = False
 
     def __str__(self) -> str:
-        where = {"none": "kept on GPU", "host": "inputs on host"}[self.offload]
-        return f"{where}, chunk {self.chunk}" + (", attention saved" if self.save_attention else "")
+        return f"{PLACES[self.offload]}, chunk {self.chunk}" + (", attention saved" if self.save_attention else "")
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .memory import FORMATS, Memory, Policy, Work, step_memory
+from .memory import FORMATS, PLACES, Memory, Policy, Work, step_memory
 from .offload import POLICIES
 from .shape import ModelShape
 from .speed import CARDS, GB, Card, card_named, card_of_size, step_seconds
@@ -119,6 +119,29 @@ class Plan:
             middle = (low + high) // 2
             low, high = (middle, high) if limited.at(middle) is not None else (low, middle)
         return low
+
+    def out_of_memory(self, allocated: int) -> str:
+        """What to say where a step ran out of GPU memory all the same: the plan beside the fact, and what would fit.
+
+        Args:
+            allocated: bytes that were allocated when it happened (`torch.cuda.max_memory_allocated`), a lower bound.
+        """
+        largest = sorted(self.choice.memory.parts.items(), key=lambda part: -part[1])[:3]
+        text = f"out of GPU memory with {_size(allocated)} allocated; planned were {_size(self.gpu)} "
+        text += f"({self.policy}; mostly {', '.join(f'{name} {_size(size)}' for name, size in largest)}), on a GPU of "
+        text += f"{_size(self.gpu_bytes)}. "
+        if self.gpu_bytes is None:
+            return text + "Give the planner gpu_bytes."
+        # What the plan missed, other processes included, is taken as missed by every other plan too.
+        room = self.gpu_bytes - max(0, allocated - self.gpu)
+        leaner = [c for c in self.choices() if c.fits(room, self.host_bytes) and c.memory.gpu < self.choice.memory.gpu]
+        if leaner:
+            policy = leaner[0].policy
+            return text + (
+                f"This would fit: chunk={policy.chunk}, offload={policy.offload!r}, save_attention={policy.save_attention}."
+            )
+        longest = replace(self, fixed={}).longest(gpu_bytes=room)
+        return text + (f"A context of {longest} tokens would fit." if longest else "No context fits beside it.")
 
     def describe(self) -> str:
         """One line: what was chosen and what it takes."""
@@ -228,8 +251,9 @@ def _choice(work: Work, policy: Policy, card: Card | None) -> Choice:
 
 def _policies(fixed: Mapping[str, Any]) -> Iterator[Policy]:
     """In the order of preference: the fastest first, the leanest last."""
+    places = [place for place in POLICIES if place in PLACES]
     for chunk in (fixed["chunk"],) if "chunk" in fixed else CHUNKS:
-        for offload in (fixed["offload"],) if "offload" in fixed else POLICIES:
+        for offload in (fixed["offload"],) if "offload" in fixed else places:
             if chunk != CHUNKS[0] and "chunk" not in fixed and offload == "none" and "offload" not in fixed:
                 continue  # a smaller chunk comes after the offload, not instead of it
             for save in (fixed["save_attention"],) if "save_attention" in fixed else (True, False):
