@@ -173,7 +173,7 @@ class Recorder(TrainerCallback):
         record |= from_metrics(logs, prefix="eval_")
         samples, self._eval_samples = self._eval_samples, []
         if samples:
-            record["completions"] = [_kept(sample) for sample in samples[:KEPT_PER_EVAL]]
+            record["completions"] = [_kept(sample) for sample in samples[:: -(-len(samples) // KEPT_PER_EVAL)]]
         self.log.write(record)
         self.evals.append(record)
         self.display.evaluated(record)
