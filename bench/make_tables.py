@@ -1,4 +1,4 @@
-"""docs/benchmarks.md and its plots, made from bench/results/*.json and nothing else.
+"""docs/benchmarks.md and its plots: steps, planner, attention and kernels, from bench/results/*.json and nothing else.
 
 python -m bench.make_tables                   # write the page
 python -m bench.make_tables --check           # exit 1 if the page is not what the results say
@@ -13,6 +13,9 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from bench.kernel_tables import attention, kernels
+from bench.markdown import table
 
 from bench import plots
 
@@ -71,18 +74,18 @@ def page(results: Path) -> str:
     records = steps(results)
     parts = ["# Benchmarks", "", INTRODUCTION, ""]
     if records:
-        parts += [_provenance(records), ""]
+        parts += [STEP, "", _provenance(records), ""]
     parts += sequences(records) + groups(records) + everyday(records) + planner(_read(results / "planner.json"))
-    parts += cpu(_read(results / "context_cpu.json"))
+    parts += attention(_read(results / "attention.json")) + kernels(_read(results / "kernels.json"))
     return "\n".join(parts).rstrip() + "\n"
 
 
-INTRODUCTION = (
-    "Made by `python -m bench.make_tables` from `bench/results/`; each figure has its script in `bench/`. A training step is one "
-    "forward and backward with LoRA r=32 on all seven kinds of linear layer, bf16 weights, random values in the model's real "
-    "shape, the loss on the last 1,024 tokens of a sequence. Seconds are medians of the steps after the first. Memory is "
-    "PyTorch's peak less what the loaded model takes. The share of the roofline is the time that the model's own FLOP, without "
-    "recomputation, would take at 790 TFLOP/s (matrix products) and 620 TFLOP/s (attention), over the time taken."
+INTRODUCTION = "Made by `python -m bench.make_tables` from `bench/results/`; each figure has its script in `bench/`."
+STEP = (
+    "A training step is one forward and backward with LoRA r=32 on all seven kinds of linear layer, bf16 weights, random values in "
+    "the model's real shape, the loss on the last 1,024 tokens of a sequence. Seconds are medians of the steps after the first. "
+    "Memory is PyTorch's peak less what the loaded model takes. The share of the roofline is the time that the model's own FLOP, "
+    "without recomputation, would take at 790 TFLOP/s (matrix products) and 620 TFLOP/s (attention), over the time taken."
 )
 
 
@@ -95,11 +98,6 @@ def _provenance(records: list[Record]) -> str:
             versions.setdefault(name, set()).add(str(version))
     listed = ", ".join(f"{name} {'/'.join(sorted(found))}" for name, found in sorted(versions.items()))
     return f"Card: {', '.join(cards)}. Commit: {', '.join(commits)}. Versions: {listed}."
-
-
-def table(header: list[str], rows: list[list[str]]) -> list[str]:
-    line = "|" + "|".join(" --- " if i == 0 else " ---: " for i in range(len(header))) + "|"
-    return ["| " + " | ".join(header) + " |", line, *("| " + " | ".join(row) + " |" for row in rows), ""]
 
 
 def sequences(records: list[Record]) -> list[str]:
@@ -210,17 +208,6 @@ def planner(result: Any) -> list[str]:
         for p in points
     ]  # fmt: skip
     return ["## The planner", "", text, "", *table(header, rows)]
-
-
-def cpu(result: Any) -> list[str]:
-    if not result:
-        return []
-    return [
-        "## On a CPU",
-        "",
-        "`bench/context_cpu.py` compares memory and time with stock Transformers without a GPU: the README has its figure.",
-        "",
-    ]
 
 
 def _gib(size: float | None) -> str:

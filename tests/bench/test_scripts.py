@@ -90,6 +90,10 @@ def test_the_page_is_made_from_the_results(results, tmp_path):
         make_tables.main([*how, "--check"])
 
 
+def test_the_published_page_is_what_the_results_say():
+    make_tables.main(["--check"])
+
+
 def test_a_run_out_of_memory_has_a_line(tmp_path):
     record = {"engine": "transformers", "case": "sequence", "model": "m", "layers": 2, "context": 64, "step_s": None,
               "error": "CUDA out of memory", "card": "c", "commit": "abc", "versions": {}}  # fmt: skip

@@ -40,7 +40,7 @@ T = 1e12
 CARDS: dict[str, Card] = {
     card.name: card
     for card in (
-        Card("H200", 141 * GB, 790 * T, 646 * T, 553 * T, 4.3 * T, 54 * GB, measured=True),
+        Card("H200", 141 * GB, 790 * T, 654 * T, 587 * T, 4.3 * T, 54 * GB, measured=True),
         Card("H100", 80 * GB, 700 * T, 600 * T, 500 * T, 2.9 * T, 54 * GB),
         Card("A100", 80 * GB, 260 * T, 200 * T, 170 * T, 1.7 * T, 25 * GB),
         Card("A100 40GB", 40 * GB, 260 * T, 200 * T, 170 * T, 1.4 * T, 25 * GB),
