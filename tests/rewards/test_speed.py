@@ -6,12 +6,12 @@ from __future__ import annotations
 import math
 import pickle
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
 
-from longreach.rewards import InfrastructureError, Sandbox, Tier, TimingPlan, speed_reward
+from longreach.rewards import InfrastructureError, Limits, Sandbox, Tier, TimingPlan, speed_reward
 from longreach.rewards.recipes import PYTHON_MATMUL, RECIPES, SpeedRecipe, verify_distances, verify_matmul
 from longreach.rewards.sandbox.session import Timing
 from longreach.rewards.speed import Measurement, SpeedReward, log2_pay
@@ -28,6 +28,13 @@ def matmul(A, B):
 
 def fenced(source: str) -> str:
     return f"```python\n{source}\n```"
+
+
+@pytest.fixture(scope="module")
+def box(make_sandbox: Callable[..., Sandbox]) -> Iterator[Sandbox]:
+    """Patient, because other tests may want the same CPU."""
+    with make_sandbox(workers=1, limits=Limits(cpu_s=20, wall_s=60, output_bytes=1 << 22)) as sandbox:
+        yield sandbox
 
 
 @pytest.fixture(scope="module")
@@ -209,7 +216,7 @@ def test_tricks_earn_no_more_than_the_same_code_honestly(reward: SpeedReward, na
     if name == "cache by content":
         source += "\nreal = matmul\ndef matmul(A, B):\n    key = repr(A[0][:2])\n    if key not in cache: cache[key] = real(A, B)\n    return cache[key]"
     result = reward.grade_source(source)
-    assert result.status == "ok" and result.reward is not None
+    assert result.status == "ok" and result.reward is not None, result
     assert result.reward <= 1.0 + math.log2(1 + result.telemetry["dead_zone"]) + 0.05
 
 
