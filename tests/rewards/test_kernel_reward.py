@@ -169,6 +169,45 @@ def test_it_must_be_wanted() -> None:
         KernelPlan(rounds=3)
 
 
+TRITON = """
+import torch, triton
+import triton.language as tl
+
+@triton.jit
+def kernel(x, out, columns, BLOCK: tl.constexpr):
+    row, at = tl.program_id(0), tl.arange(0, BLOCK)
+    values = tl.load(x + row * columns + at, mask=at < columns, other=-float("inf"))
+    exponentials = tl.exp(values - tl.max(values, 0))
+    tl.store(out + row * columns + at, exponentials / tl.sum(exponentials, 0), mask=at < columns)
+
+def softmax(x):
+    out = torch.empty_like(x)
+    kernel[(ROWS,)](x, out, x.shape[1], BLOCK=triton.next_power_of_2(x.shape[1]))
+    return out
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rows", "problem"), [("x.shape[0]", ""), ("x.shape[0] // 2", "never written")])
+def test_triton_kernels_in_the_interpreter(monkeypatch: pytest.MonkeyPatch, rows: str, problem: str) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    candidate, judge = KernelProcess("cpu"), KernelProcess("cpu")
+    try:
+        for process in (candidate, judge):
+            process.ask({"op": "setup", "inputs": SMALL.inputs}, 60)
+        sources = [(candidate, "candidate", TRITON.replace("ROWS", rows)), (judge, "baseline", SMALL.baseline)]
+        for process, role, source in [*sources, (judge, "truth", SMALL.truth)]:
+            process.ask({"op": "add", "role": role, "source": source, "function": "softmax"}, 60)
+        batch = {"seeds": [1, 2], "sizes": {"rows": 6, "columns": 50}, "mix_seed": 3}
+        said, _ = candidate.ask({"op": "run", "role": "candidate", **batch}, 60)
+        verdict, _ = judge.ask({"op": "judge", "said": said, **batch}, 60)
+    finally:
+        candidate.close()
+        judge.close()
+    assert problem in error_problem(verdict, 2.0) and bool(problem) is bool(error_problem(verdict, 2.0))
+
+
 @pytest.mark.slow
 def test_a_broken_recipe_is_the_graders_failure() -> None:
     too_short = replace(SMALL, baseline=SMALL.idle)
