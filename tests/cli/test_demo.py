@@ -34,6 +34,7 @@ def test_a_short_demo_leaves_a_log_and_a_page() -> None:
     assert re.search(r"held-out reward\s+\d\.\d{3} at step 0  →  \d\.\d{3} at step 1", done.output)
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_run_and_another_seed_another() -> None:
     for name, seed in (("a", "0"), ("b", "0"), ("c", "1")):
         assert demo("--steps", "1", "--length", "192", "--seed", seed, "--out", name).exit_code == 0
