@@ -32,7 +32,7 @@ from .tree import Layout, Segment, TokenTree
 logger = logging.getLogger(__name__)
 
 ATTENTION = "longreach"
-AUTO_CHUNK = {"cuda": 8192, "cpu": 4096}
+AUTO_CHUNK = (2048, 8192)  # smallest and largest automatic chunk
 KEEP_ON_DEVICE = 2 * 2**30  # bytes of layer inputs beyond which "auto" takes them to the host
 HOST_SHARE = 0.5  # of the machine's memory that "auto" fills with what is kept
 
@@ -164,7 +164,9 @@ class Engine:
         if save is None:
             room = HOST_SHARE * _host_bytes() if offload == "host" else KEEP_ON_DEVICE
             save = weight.is_cuda and inputs + attended <= room
-        return self.options.chunk or AUTO_CHUNK.get(weight.device.type, AUTO_CHUNK["cpu"]), offload, save
+        # A quarter of the tokens: at short context a whole chunk's workspace would be most of the memory.
+        chunk = min(max(tokens // 4 // 1024 * 1024, AUTO_CHUNK[0]), AUTO_CHUNK[1])
+        return self.options.chunk or chunk, offload, save
 
     @contextlib.contextmanager
     def _resumed(self, run: Run) -> Iterator[None]:
