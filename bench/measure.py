@@ -74,9 +74,12 @@ def synchronize(device: str) -> None:
 
 
 def measure(
-    step: Callable[[], tuple[float, float]], model: Any, *, device: str, repeats: int, budget: float
+    step: Callable[[], tuple[float, float]], model: Any, *, loaded: int | None, device: str, repeats: int, budget: float
 ) -> dict[str, Any]:
-    """First step alone, then medians; a step returns (forward, backward) seconds and leaves gradients, which are dropped."""
+    """First step alone, then medians; a step returns (forward, backward) seconds and leaves gradients, which are dropped.
+
+    `loaded`: bytes allocated when the model stood there and nothing had run yet (`loaded_bytes`).
+    """
     trained = [p for p in model.parameters() if p.requires_grad]
 
     def once() -> tuple[float, float, int | None]:
@@ -89,8 +92,6 @@ def measure(
         forward, backward = step()
         return forward, backward, torch.cuda.max_memory_allocated() if device == "cuda" else None
 
-    gc.collect()
-    loaded = torch.cuda.memory_allocated() if device == "cuda" else None
     began = time.perf_counter()
     first = once()
     timed = []
@@ -108,6 +109,12 @@ def measure(
         "peak_bytes": max(peaks) if peaks else None,
         "above_weights_bytes": max(peaks) - (loaded or 0) if peaks else None,
     }
+
+
+def loaded_bytes(device: str) -> int | None:
+    """What the loaded model takes; to be asked before the first step, which leaves workspaces and gradients behind."""
+    gc.collect()
+    return torch.cuda.memory_allocated() if device == "cuda" else None
 
 
 def attempt(step: Callable[[], tuple[float, float]], model: Any, **how: Any) -> dict[str, Any]:

@@ -47,6 +47,7 @@ class Bench:
         self.shape = models.shape_of(options.model, options.layers, options.tiny)
         longest = max([*options.lengths, *(n + options.completion for n in options.prompts), sum(EVERYDAY[2:])])
         self.model = models.adapt(models.build(self.shape, longest, options.device))
+        self.loaded = measure.loaded_bytes(options.device)
         longreach.enable(
             self.model,
             chunk=options.chunk or "auto",
@@ -72,7 +73,7 @@ class Bench:
     ) -> dict[str, Any]:
         found = measure.attempt(
             lambda: measure.timed_step(lambda: self.loss(tree), self.options.device), self.model,
-            device=self.options.device, repeats=self.options.repeats, budget=self.options.budget,
+            loaded=self.loaded, device=self.options.device, repeats=self.options.repeats, budget=self.options.budget,
         )  # fmt: skip
         return self.note(name, found, context=context, completion=completion, group=group, prompts=prompts)
 
@@ -94,15 +95,16 @@ class Bench:
             return sum(p[0] for p in parts) * size / len(rows), sum(p[1] for p in parts) * size / len(rows)
 
         found = measure.attempt(
-            step, self.model, device=self.options.device, repeats=self.options.repeats, budget=self.options.budget
-        )
+            step, self.model, loaded=self.loaded, device=self.options.device, repeats=self.options.repeats,
+            budget=self.options.budget,
+        )  # fmt: skip
         found["rows_run"] = len(rows)
         if len(rows) == size and found["step_s"] is not None:
             found["gradient_difference"] = difference(shared, self.gradients())
         self.note("group rows", found, **at)
 
     def gradients(self) -> list[torch.Tensor]:
-        return [p.grad.clone() for p in self.model.parameters() if p.grad is not None]
+        return [p.grad.cpu() for p in self.model.parameters() if p.grad is not None]
 
     def everyday(self) -> None:
         prompts, size, prompt, completion = EVERYDAY

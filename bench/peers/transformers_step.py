@@ -35,9 +35,12 @@ def loss(model: Any, ids_BS: torch.Tensor, completion: int) -> torch.Tensor:
 def run_cases(options: Any, shape: Any, model: Any, engine: str, loss_of: Any) -> None:
     """The sequence cases and, if asked for, the everyday case of any engine that takes padded rows."""
     device = options.device
+    loaded = measure.loaded_bytes(device)
 
     def note(case: str, step: Any, *, context: int, completion: int, group: int = 1, prompts: int = 1) -> None:
-        found = measure.attempt(step, model, device=device, repeats=options.repeats, budget=options.budget)
+        found = measure.attempt(
+            step, model, loaded=loaded, device=device, repeats=options.repeats, budget=options.budget
+        )
         entry = {
             "engine": engine, "case": case, "model": shape.name, "layers": shape.layers, "dtype": "bf16",
             "context": context, "completion": completion, "group": group, "prompts": prompts, **found,

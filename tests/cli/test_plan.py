@@ -17,7 +17,7 @@ def test_the_page_names_choice_table_and_longest_context():
     assert result.exit_code == 0, result.output
     flat = " ".join(result.output.split())
     assert "Qwen3-4B, context 131072: inputs on host, chunk 8192" in flat
-    assert "131,072" in flat and "141 GB (H200)" in flat
+    assert "131,072" in flat and "RTX 4090" in flat
     assert "longest context that fits here: " in flat
     assert "the config names 40,960 positions" in flat
 

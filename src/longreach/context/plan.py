@@ -22,6 +22,7 @@ CUDA_CONTEXT = 700 * 2**20  # what the driver takes of a card before the first t
 SLACK = 1.03  # the allocator's blocks are larger than the tensors in them
 HOST_PROCESS = 6 * GB  # Python, PyTorch, CUDA's libraries, data
 HOST_SHARE = 0.9  # of a machine's memory that one process may take
+COLUMNS = ("inputs", "chunk", "attention", "GPU", "over model", "host", "step")  # of a choice in a table
 LONGEST = 1 << 24  # where the search for the longest context ends
 
 
@@ -153,41 +154,35 @@ class Plan:
         return f"{self.work.shape.name}, context {self.work.context}: {line}"
 
     def table(self, contexts: Iterable[int] | None = None) -> Any:
-        """A `rich.table.Table`: context by policy, GPU and host memory, seconds; the choice in bold, what doesn't fit dim."""
-        from rich.table import Table
+        """A `rich.table.Table`: context by policy, GPU and host memory, seconds; the choice in bold, what doesn't fit dim.
 
+        Columns: where layer inputs wait, tokens per chunk, whether attention outputs are saved or computed again, GPU memory in
+        all and over the loaded model, pinned host memory, estimated time of a step.
+        """
         work = self.work
         title = f"{work.shape.name}, {work.weights}, {'LoRA' if work.ranks else 'all parameters'}"
-        table = Table(title=f"{title}, completion {work.completion}, group {work.group}", title_justify="left")
-        for name in ("context", "policy", "GPU", "above weights", "host", "step"):
-            table.add_column(name, justify="left" if name == "policy" else "right", no_wrap=True)
+        table = _table(f"{title}, completion {work.completion}, group {work.group}", ["context"], COLUMNS)
         for context in contexts or _around(work):
             picked = self.at(context)
             for choice in _telling(self.choices(context), picked):
                 fits = choice.fits(self.gpu_bytes, self.host_bytes)
                 style = "bold" if picked is not None and choice.policy == picked.policy else "" if fits else "dim"
-                table.add_row(f"{context:,}", str(choice.policy), *_cells(choice), style=style)
+                table.add_row(f"{context:,}", *_cells(choice), style=style)
             table.add_section()
         return table
 
     def longest_table(self) -> Any:
         """A `rich.table.Table`: the longest context on cards of 16 to 141 GB, with the policy and time there."""
-        from rich.table import Table
-
-        table = Table(title="Longest context that fits", title_justify="left")
-        for name in ("card", "context", "policy", "GPU", "host", "step"):
-            table.add_column(name, justify="left" if name == "policy" else "right", no_wrap=True)
+        table = _table(
+            "Longest context that fits", ["card", "context"], [name for name in COLUMNS if name != "over model"]
+        )
         for size in SIZES:
             card = card_of_size(size)
             on_card = replace(self, gpu_bytes=size, card=card)
             longest = on_card.longest()
             choice = on_card.at(longest) if longest else None
-            name = f"{size // GB} GB ({card.name})"
-            if choice is None:
-                table.add_row(name, "none", "", "", "", "")
-                continue
-            gpu, _, host, step = _cells(choice)
-            table.add_row(name, f"{longest:,}", str(choice.policy), gpu, host, step)
+            cells = _cells(choice) if choice is not None else ()
+            table.add_row(card.name, f"{longest:,}" if cells else "none", *cells[:4], *cells[5:])
         return table
 
 
@@ -349,11 +344,24 @@ def _telling(choices: list[Choice], picked: Choice | None) -> list[Choice]:
     return choices[: at + 2]
 
 
-def _cells(choice: Choice) -> tuple[str, str, str, str]:
-    memory = choice.memory
+def _table(title: str, first: list[str], columns: Iterable[str]) -> Any:
+    """An empty `rich.table.Table` that fits 80 columns; `_cells` fills what follows the first columns."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in (*first, *columns):
+        table.add_column(name, justify="left" if name in ("card", "inputs", "attention") else "right", no_wrap=True)
+    return table
+
+
+def _cells(choice: Choice) -> tuple[str, ...]:
+    policy, memory = choice.policy, choice.memory
+    place = {"none": "GPU"}.get(policy.offload, policy.offload)
+    kept = "saved" if policy.save_attention else "again"
     host = _size(memory.host) if memory.host else "-"
     seconds = "" if choice.seconds is None else _time(choice.seconds)
-    return _size(memory.gpu), _size(memory.above_weights), host, seconds
+    return place, str(policy.chunk), kept, _size(memory.gpu), _size(memory.above_weights), host, seconds
 
 
 def _size(size: float | None) -> str:

@@ -20,7 +20,7 @@ class Card:
 
     Attributes:
         total: bytes of memory by its data sheet (decimal).
-        gemm, attention, attention_backward: FLOP per second in bf16 (fp16 where there is no bf16), large shapes.
+        gemm, attention, attention_backward: FLOP per second in bf16 (fp16 where there is no bf16), at the shapes of a layer.
         bandwidth: of device memory, bytes per second read and written.
         link: bytes per second to the host, each way.
         measured: by this project's benchmarks; the others are estimates from data sheets at a usual share of the peak.
@@ -40,7 +40,7 @@ T = 1e12
 CARDS: dict[str, Card] = {
     card.name: card
     for card in (
-        Card("H200", 141 * GB, 790 * T, 654 * T, 587 * T, 4.3 * T, 54 * GB, measured=True),
+        Card("H200", 141 * GB, 650 * T, 654 * T, 587 * T, 4.3 * T, 54 * GB, measured=True),
         Card("H100", 80 * GB, 700 * T, 600 * T, 500 * T, 2.9 * T, 54 * GB),
         Card("A100", 80 * GB, 260 * T, 200 * T, 170 * T, 1.7 * T, 25 * GB),
         Card("A100 40GB", 40 * GB, 260 * T, 200 * T, 170 * T, 1.4 * T, 25 * GB),
