@@ -139,7 +139,10 @@ def weight_bytes(shape: ModelShape, weights: str) -> int:
 
 
 def step_memory(work: Work, policy: Policy) -> Memory:
-    """Peak of a step with AdamW, as `torch.cuda.max_memory_allocated` counts it, and the host memory it pins."""
+    """Peak of a step with AdamW, as `torch.cuda.max_memory_allocated` counts it, and the host memory it pins.
+
+    Gradients of everything trained count from the start, as an earlier micro-batch leaves them.
+    """
     trained = work.trained * (FLOAT if work.ranks else work.itemsize)
     fixed = {
         "weights": weight_bytes(work.shape, work.weights),
@@ -227,7 +230,9 @@ def _head(work: Work) -> int:
     logits = rows * work.shape.vocab * work.itemsize  # their gradient is written over them
     if work.ranks:
         return logits
-    return logits + work.shape.table * (FLOAT + work.itemsize)  # the head's own gradient, summed in fp32
+    # The head's own gradient: one slice's in the model's dtype, and while the second joins it, both sums in fp32.
+    slices = work.labelled > rows
+    return logits + work.shape.table * (2 * (FLOAT + work.itemsize) if slices else work.itemsize)
 
 
 @dataclass(frozen=True)
