@@ -13,6 +13,7 @@ _NAMES = {
     "enable": "context.install",
     "token_logprobs": "context.logprob",
     "load": "load",
+    "plan": "context.plan",
     "GRPOConfig": "trainers.config",
     "SFTConfig": "trainers.config",
     "GRPOTrainer": "trainers.grpo",
