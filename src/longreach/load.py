@@ -18,6 +18,7 @@ def load(
     lora: Any = None,
     max_length: int | None = None,
     device: str | torch.device | None = None,
+    parity_check: bool = True,
     **kwargs: Any,
 ) -> tuple[nn.Module, Any]:
     """A causal language model of Transformers with chunked execution on, and its tokenizer.
@@ -28,6 +29,7 @@ def load(
         lora: a peft.LoraConfig, a rank (LoRA on all linear layers but the head, alpha twice the rank), or None for no adapter.
         max_length: the longest sequence you will train on, tokens; checked against the model's positions.
         device: e.g. "cuda", "cpu"; None takes the GPU if there is one.
+        parity_check: as for `enable`.
         **kwargs: passed on to `AutoModelForCausalLM.from_pretrained`.
 
     Returns:
@@ -61,7 +63,7 @@ def load(
         from peft import get_peft_model
 
         model = get_peft_model(model, adapter)
-    enable(model)
+    enable(model, parity_check=parity_check)
     return model, tokenizer
 
 

@@ -68,7 +68,9 @@ def stock(model, rows, dtype):
 
 def loss_of(logprobs, dtype):
     flat = torch.cat(list(logprobs))
-    weights = torch.randn(len(flat), dtype=torch.float64, generator=torch.Generator().manual_seed(9)).to(flat.device, dtype)
+    weights = torch.randn(len(flat), dtype=torch.float64, generator=torch.Generator().manual_seed(9)).to(
+        flat.device, dtype
+    )
     return (flat * weights).sum() / len(flat)
 
 

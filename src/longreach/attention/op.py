@@ -191,6 +191,7 @@ def attention_backward(
             dk_TKD[start:stop] += dk[part]
             dv_TKW[start:stop] += dv[part]
             at += stop - start
+        del dq, dk, dv  # before the next call makes its own
     dsinks_H = None
     if sinks_H is not None:
         delta_HC = (dout_CHW.to(wide) * out_CHW.to(wide)).sum(-1).transpose(0, 1)

@@ -19,7 +19,7 @@ from ..attention import BlockCall
 IGNORE = -100  # a label nobody asks for (PyTorch's cross-entropy convention)
 ROOT = -1
 CUT_ABOVE = 64  # segments up to this long are not cut at their first and last label: more calls would cost more
-KEY_BLOCK = 65536  # keys of one unmasked kernel call: bounds the temporary dk, dv of a long context
+KEY_BLOCK = 32768  # keys of one unmasked kernel call: bounds the temporary dk, dv of a long context
 
 Ids = Sequence[int] | Tensor
 

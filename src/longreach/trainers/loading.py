@@ -68,7 +68,10 @@ def load_model(name: str, args: GRPOConfig | SFTConfig, *, adapter: bool) -> Any
     """
     set_seed(args.seed)  # new heads are drawn at random: the seed comes first, as in TRL
     dtype = _dtype_name(args.model_init_kwargs or {}) or ("auto" if adapter else "float32")
-    model, _ = load(name, weights=WEIGHTS[dtype], max_length=_positions_needed(args), device=args.device)
+    # The engine is checked once the adapter is on, by `enable_engine`.
+    model, _ = load(
+        name, weights=WEIGHTS[dtype], max_length=_positions_needed(args), device=args.device, parity_check=False
+    )
     return model
 
 
