@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-Record = dict[str, Any]
+from longreach.report.log import Record
 
 
 def display_for(console: Console) -> LineDisplay | LiveDisplay:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -10,9 +9,10 @@ from typing import Any, Protocol
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from longreach.cli import machine
-from longreach.cli.reward_file import reward_name
-from longreach.cli.runlog import KEPT_COMPLETION, KEPT_HEAD, KEPT_TAIL, LogWriter, Record, from_metrics, shortened
+from longreach.cli.runlog import KEPT_COMPLETION, KEPT_HEAD, KEPT_TAIL, LogWriter, from_metrics, shortened
+from longreach.report.log import Record
 from longreach.rewards.monitor import Monitor
+from longreach.trainers.reward_calls import is_async, reward_name
 
 KEPT_PER_STEP = 2  # completions of a step in the log: the best and the worst
 KEPT_PER_EVAL = 8
@@ -75,8 +75,7 @@ class Recorder(TrainerCallback):
             self._saw(name, values, kwargs)
             return values
 
-        waits = inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(type(reward).__call__)
-        watched: Callable[..., Any] = asynchronous if waits else synchronous
+        watched: Callable[..., Any] = asynchronous if is_async(reward) else synchronous
         watched.__name__ = name  # the trainer names its metrics after it
         return watched
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import importlib
 import importlib.util
 import inspect
@@ -44,13 +43,6 @@ def load_reward(name: str, base: Path) -> Reward:
     if not callable(reward):
         raise ConfigError(f"reward={name!r}: {function} is {type(reward).__name__}, not a function")
     return reward
-
-
-def reward_name(reward: Any) -> str:
-    """The name the trainer gives to a reward function in its metrics."""
-    while isinstance(reward, functools.partial):
-        reward = reward.func
-    return getattr(reward, "__name__", type(reward).__name__)
 
 
 def _zoo(name: str) -> Reward:

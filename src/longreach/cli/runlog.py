@@ -7,9 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from longreach.report import LOG_NAME
-
-Record = dict[str, Any]
+from longreach.report.log import LOG_NAME, Record
 
 # The trainer's metric -> where it stands in the record.
 NAMES: dict[str, tuple[str, ...]] = {

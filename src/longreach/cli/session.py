@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -64,8 +63,6 @@ def run(
     console: Console,
     *,
     resume: Path | None = None,
-    before: Callable[[], Any] | None = None,
-    after: Callable[[], Any] | None = None,
     how_to_resume: str,
 ) -> Outcome:
     """Train, and leave a complete log and page behind however it ends.
@@ -73,18 +70,14 @@ def run(
     Args:
         trainer: a Transformers trainer which has ``recorder`` among its callbacks.
         resume: checkpoint to go on from.
-        before, after: called before and, if the run finished, after training; they evaluate.
         how_to_resume: the command to show after Ctrl-C.
 
     Ctrl-C ends the run after its step, with a checkpoint. Any exception passes through once the footer is written.
     """
-    interrupt = _interrupt_callback(trainer)
+    interrupt = InterruptCallback()
+    trainer.add_callback(interrupt)
     try:
-        if before is not None:
-            before()
         trainer.train(resume_from_checkpoint=str(resume) if resume else None)
-        if after is not None and not interrupt.interrupted:
-            after()
     except BaseException as error:
         status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
         _finish(recorder, trainer, status, error=f"{type(error).__name__}: {error}".strip(": "))
@@ -96,16 +89,6 @@ def run(
         console.print(f"checkpoint saved: {interrupt.checkpoint}", markup=False, soft_wrap=True)
         console.print(f"to go on: {how_to_resume}", markup=False, soft_wrap=True)
     return Outcome(status, trainer.state.global_step, page)
-
-
-def _interrupt_callback(trainer: Any) -> InterruptCallback:
-    """The trainer's own handler of Ctrl-C, or one added to it."""
-    for callback in trainer.callback_handler.callbacks:
-        if isinstance(callback, InterruptCallback):
-            return callback
-    callback = InterruptCallback()
-    trainer.add_callback(callback)
-    return callback
 
 
 def _finish(recorder: Recorder, trainer: Any, status: str, error: str | None = None) -> Path:

@@ -40,7 +40,7 @@ def render(log: RunLog) -> str:
     environment.filters["number"] = number
     environment.filters["show"] = _show
     template = environment.from_string(files("longreach.report").joinpath("page.html").read_text(encoding="utf-8"))
-    header = log.header
+    header, drawn = log.header, plots(log)
     return template.render(
         run=header.get("run", log.path.parent.name),
         header=header,
@@ -48,7 +48,7 @@ def render(log: RunLog) -> str:
         footer=log.footer or {},
         subtitle=_subtitle(log),
         tiles=_tiles(log),
-        plots=plots(log),
+        plots=drawn,
         alarms=log.alarms[:MAX_ALARMS],
         more_alarms=max(0, len(log.alarms) - MAX_ALARMS),
         completions=spread(_sample(log.steps), MAX_COMPLETIONS),
@@ -58,7 +58,7 @@ def render(log: RunLog) -> str:
         device=_flat(header.get("device", {})),
         written=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         plotly=Markup(get_plotlyjs()),
-        figures=_script_json({plot.name: json.loads(plot.figure) for plot in plots(log)}),
+        figures=_script_json({plot.name: json.loads(plot.figure) for plot in drawn}),
     )
 
 
@@ -68,13 +68,13 @@ def _script_json(value: Any) -> Any:
     return Markup(text)
 
 
-def number(value: Any, digits: int = 3) -> str:
+def number(value: Any) -> str:
     """A number for reading: 0.81, 1,234, 3.2e-05; anything else as text."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return "–" if value is None else str(value)
     if isinstance(value, int) or abs(value) >= 1000:
         return f"{value:,.0f}"
-    return f"{value:.{digits}g}"
+    return f"{value:.3g}"
 
 
 def duration(seconds: float) -> str:
@@ -90,25 +90,19 @@ def _subtitle(log: RunLog) -> str:
     parts = [str(header.get("method", "")).upper(), str(header.get("model", ""))]
     total = last.get("total_steps")
     parts.append(f"{last.get('step', 0):,} of {total:,} steps" if total else f"{last.get('step', 0):,} steps")
-    seconds = sum(footer_seconds) if (footer_seconds := _seconds(log)) else None
-    if seconds is not None:
-        parts.append(duration(seconds))
+    ending = log.footer or last
+    if "seconds" in ending:
+        parts.append(duration(ending["seconds"]))
     parts.append(str(header.get("started", ""))[:16].replace("T", " "))
     return " · ".join(part for part in parts if part)
-
-
-def _seconds(log: RunLog) -> list[float]:
-    if log.footer and "seconds" in log.footer:
-        return [log.footer["seconds"]]
-    return [log.steps[-1]["seconds"]] if log.steps and "seconds" in log.steps[-1] else []
 
 
 def _tiles(log: RunLog) -> list[tuple[str, str, str]]:
     """(label, value, small print) of the headline numbers that the run has."""
     tiles = []
-    _, held = series(log.evals, "reward")
+    steps, held = series(log.evals, "reward")
     if held:
-        change = f"{number(held[0])} before training" if len(held) > 1 else "one evaluation"
+        change = f"{number(held[0])} at step {steps[0]:,.0f}" if len(held) > 1 else "one evaluation"
         tiles.append(("Held-out reward", number(held[-1]), change))
     _, rewards = series(log.steps, "reward")
     if rewards:

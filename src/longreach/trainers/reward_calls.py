@@ -34,7 +34,7 @@ def checked(reward: Any) -> Any:
         return reward
     name = reward_name(reward)
 
-    if _is_async(reward):
+    if is_async(reward):
 
         async def call_async(*args: Any, **kwargs: Any) -> list[float | None]:
             for pause in (*RETRY_SECONDS, None):
@@ -101,7 +101,8 @@ def reward_name(reward: Any) -> str:
     return getattr(reward, "__name__", type(reward).__name__)
 
 
-def _is_async(reward: Any) -> bool:
+def is_async(reward: Any) -> bool:
+    """Whether a call gives a coroutine: a function, a partial of one, or an object whose `__call__` is one."""
     while isinstance(reward, functools.partial):
         reward = reward.func
     return inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(reward.__call__)
