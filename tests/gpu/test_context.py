@@ -70,7 +70,8 @@ def test_host_memory_and_repeats_change_no_bit(name, fuse):
         again = run(on_gpu(name, torch.bfloat16), tree, chunk=128, offload=offload, save_attention=False, fuse=fuse)
         assert again[0] == first[0] and worst(first[1], again[1])[0] == 0.0, offload
     saved = [
-        run(on_gpu(name, torch.bfloat16), tree, chunk=128, offload=o, save_attention=True, fuse=fuse) for o in ("none", "host")
+        run(on_gpu(name, torch.bfloat16), tree, chunk=128, offload=o, save_attention=True, fuse=fuse)
+        for o in ("none", "host")
     ]
     assert worst(saved[0][1], saved[1][1])[0] == 0.0
     assert worst(first[1], saved[0][1])[0] < 0.05
