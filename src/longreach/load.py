@@ -55,7 +55,7 @@ def load(
     check_supported(text)
     check_positions(text, max_length)
     model: Any = AutoModelForCausalLM.from_pretrained(
-        name_or_path, dtype=WEIGHTS[weights] if weights else "auto", **{"low_cpu_mem_usage": True, **kwargs}
+        name_or_path, dtype=WEIGHTS[weights] if weights else "auto", **kwargs
     )
     model.to(torch.device(device) if device is not None else default_device())
     tokenizer = AutoTokenizer.from_pretrained(name_or_path, **trusted)

@@ -88,7 +88,6 @@ def test_training_all_parameters_takes_no_more_than_planned():
 
 def test_host_memory_is_what_the_pool_takes(monkeypatch):
     shape = models.shape_of("Qwen3-4B", None, tiny=True)
-    monkeypatch.setattr(memory, "SLAB", 30_000)
     monkeypatch.setattr(offload, "SLAB_BYTES", 30_000)
     model = models.build(shape, 256, "cpu")
     longreach.enable(model, chunk=32, offload="host", save_attention=True, parity_check=False)

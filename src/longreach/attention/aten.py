@@ -1,7 +1,7 @@
-"""Attention kernels that ship with PyTorch, behind the backend interface of `reference.py`.
+"""The attention kernel that PyTorch ships for CPUs, behind the backend interface of `reference.py`.
 
-Each kernel takes the merged lse back in its backward, which is what makes blocks exact. `is_causal` of the aten ops is
-aligned top-left, so blocks reach them only square (as many keys as queries) or unmasked; `op.py` cuts them so.
+It takes the merged lse back in its backward, which is what makes blocks exact. Its `is_causal` is aligned top-left, so only
+square pairs (as many keys as queries) use it; where a window makes a pair longer, the mask is written out.
 
 Shape suffixes: Q query rows, N key rows, H query heads, K key/value heads, G = H / K, D head size.
 """
@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from .boundaries import joined, padded
 
 aten = torch.ops.aten
 
@@ -36,7 +38,7 @@ class FlashForCpu:
             )
             outs.append(out.flatten(0, 1).transpose(0, 1))
             lses.append(lse.flatten(0, 1))
-        return _join(outs, 0)[..., : v_NKD.shape[-1]], _join(lses, 1)
+        return joined(outs, 0)[..., : v_NKD.shape[-1]], joined(lses, 1)
 
     def backward(
         self, dout_QHD, q_QHD, k_NKD, v_NKD, out_QHD, lse_HQ, cu_q, cu_k, *, causal, window, softcap, scale
@@ -47,12 +49,12 @@ class FlashForCpu:
         for i, (q, k, v, mask, square) in enumerate(pairs):
             rows = slice(cu_q[i], cu_q[i + 1])
             K = k_NKD.shape[1]
-            dout, out = (_grouped(_pad(x[rows], max(D, W)), K) for x in (dout_QHD, out_QHD))
+            dout, out = (_grouped(padded(x[rows], max(D, W)), K) for x in (dout_QHD, out_QHD))
             dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 dout, q, k, v, out, lse_HQ[:, rows].unflatten(0, (K, -1)), 0.0, square, attn_mask=mask, scale=scale
             )
             grads.append((dq.flatten(0, 1).transpose(0, 1), *(g.sum(1).transpose(0, 1) for g in (dk, dv))))
-        dq, dk, dv = (_join(parts, 0) for parts in zip(*grads))
+        dq, dk, dv = (joined(parts, 0) for parts in zip(*grads))
         return dq[..., :D], dk[..., :D], dv[..., :W]
 
     def _pairs(self, q_QHD, k_NKD, v_NKD, cu_q, cu_k, causal, window):
@@ -60,9 +62,11 @@ class FlashForCpu:
         size = max(q_QHD.shape[-1], v_NKD.shape[-1])
         for i in range(len(cu_q) - 1):
             n_q, n_k = cu_q[i + 1] - cu_q[i], cu_k[i + 1] - cu_k[i]
-            q = _grouped(_pad(q_QHD[cu_q[i] : cu_q[i + 1]], size), k_NKD.shape[1])
+            q = _grouped(padded(q_QHD[cu_q[i] : cu_q[i + 1]], size), k_NKD.shape[1])
             keys = slice(cu_k[i], cu_k[i + 1])
-            k, v = (_pad(x[keys], size).transpose(0, 1)[:, None].expand(-1, q.shape[1], -1, -1) for x in (k_NKD, v_NKD))
+            k, v = (
+                padded(x[keys], size).transpose(0, 1)[:, None].expand(-1, q.shape[1], -1, -1) for x in (k_NKD, v_NKD)
+            )
             square = causal and window is None and n_q == n_k
             mask = None
             if causal and not square:
@@ -75,11 +79,3 @@ class FlashForCpu:
 
 def _grouped(x_QHD: Tensor, kv_heads: int) -> Tensor:
     return x_QHD.transpose(0, 1).unflatten(0, (kv_heads, -1))
-
-
-def _pad(x: Tensor, size: int) -> Tensor:
-    return x if x.shape[-1] == size else torch.nn.functional.pad(x, (0, size - x.shape[-1]))
-
-
-def _join(parts, dim: int) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .boundaries import capability, deterministic_kernels, longest, on_device, padded, rounded
+from .boundaries import capability, deterministic_kernels, joined, longest, on_device, padded, rounded
 
 aten = torch.ops.aten
 
@@ -64,7 +64,7 @@ class CudnnAttention:
             )
             outs.append(out[0].transpose(0, 1)[:n, :, : v_NKW.shape[-1]])
             lses.append(lse.reshape(lse.shape[1], -1)[:, :n])
-        return _join(outs, 0), _join(lses, 1)
+        return joined(outs, 0), joined(lses, 1)
 
     def backward(
         self, dout_QHW, q_QHD, k_NKD, v_NKW, out_QHW, lse_HQ, cu_q, cu_k, *, causal, window, softcap, scale
@@ -83,7 +83,7 @@ class CudnnAttention:
             )  # fmt: skip
             m = cu_k[i + 1] - cu_k[i]
             grads.append([g[0].transpose(0, 1)[:r] for g, r in ((dq, n), (dk, m), (dv, m))])
-        dq, dk, dv = (_join(list(parts), 0) for parts in zip(*grads))
+        dq, dk, dv = (joined(parts, 0) for parts in zip(*grads))
         return dq[..., : q_QHD.shape[-1]], dk[..., : k_NKD.shape[-1]], dv[..., : v_NKW.shape[-1]]
 
 
@@ -335,7 +335,3 @@ def _efficient_lse(lse_HQ: Tensor, cu_q: tuple[int, ...], kv_heads: int) -> Tens
     if len(parts) == 1:
         return parts[0].unflatten(0, (kv_heads, -1))
     return torch.stack(parts)
-
-
-def _join(parts: list[Tensor], dim: int) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)

@@ -1,4 +1,4 @@
-"""Pair boundaries of varlen calls, where the kernels want them, and what else the CUDA backends share.
+"""Pair boundaries of varlen calls, where the kernels want them, and what else the backends share.
 
 Shape suffixes as in `aten_cuda.py`.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,11 @@ def longest(cu: tuple[int, ...]) -> int:
 def padded(x: Tensor, size: int) -> Tensor:
     """Zero-pads the last dimension to `size`: zeros there change neither scores nor outputs."""
     return x if x.shape[-1] == size else torch.nn.functional.pad(x, (0, size - x.shape[-1]))
+
+
+def joined(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """The pairs' parts in one tensor; a single one as it is."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
 
 
 def rounded(size: int, multiple: int) -> int:

@@ -1,6 +1,6 @@
 """Plain-torch attention: the specification that every backend is compared with.
 
-Shape suffixes: Q query rows, N key rows, H query heads, K key/value heads, G query heads per key head (H / K),
+Shape suffixes: Q query rows, N key rows, H query heads, K key/value heads,
 D query/key head size, W value head size.
 """
 

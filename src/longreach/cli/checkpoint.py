@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import zipfile
 from pathlib import Path
 
 from longreach.cli.terminal import ConfigError
@@ -56,7 +57,7 @@ def _damage(checkpoint: Path) -> str | None:
         file = checkpoint / name
         if not file.is_file():
             return f"{name} is missing"
-        if not _is_zip(file):
+        if not zipfile.is_zipfile(file):
             return f"{name} is cut short"
     return None
 
@@ -71,9 +72,3 @@ def _torn(file: Path) -> str | None:
     except (SafetensorError, OSError) as error:
         return f"can't be read ({error})"
     return None
-
-
-def _is_zip(file: Path) -> bool:
-    import zipfile
-
-    return zipfile.is_zipfile(file)

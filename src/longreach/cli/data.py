@@ -13,6 +13,8 @@ from longreach.cli.terminal import ConfigError, nearest
 if TYPE_CHECKING:
     from datasets import Dataset
 
+    from longreach.zoo import Task
+
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 ZOO = "zoo:"
@@ -53,19 +55,22 @@ def _load(source: str, field: str, section: DataSection, split: str, base: Path,
 
 
 def _zoo(source: str, field: str, section: DataSection, held_out: bool) -> Dataset:
-    from longreach.zoo import task, tasks
-
-    name = source.removeprefix(ZOO)
-    known = [item.name for item in tasks()]
-    if name not in known:
-        raise ConfigError(f"{field}={source!r}: the zoo has no such task{nearest(name, known)}")
+    task = zoo_task(source.removeprefix(ZOO), f"{field}={source!r}")
     size = section.eval_size if held_out else section.size
     try:
-        return task(name).dataset(
-            "heldout" if held_out else "train", size=size, length=section.length, seed=section.seed
-        )
+        return task.dataset("heldout" if held_out else "train", size=size, length=section.length, seed=section.seed)
     except ValueError as error:
         raise ConfigError(f"data: {error}") from None
+
+
+def zoo_task(name: str, given: str) -> Task:
+    """The embedded task of that name. Raises ``ConfigError``, which begins with what the user has ``given``."""
+    from longreach.zoo import task, tasks
+
+    known = [item.name for item in tasks()]
+    if name not in known:
+        raise ConfigError(f"{given}: the zoo has no such task{nearest(name, known)}")
+    return task(name)
 
 
 def _file(path: Path, field: str, source: str) -> Dataset:

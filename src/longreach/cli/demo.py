@@ -48,15 +48,13 @@ def _recipe(**changes: Any) -> Recipe:
     """The demo's recipe with what the user asked for. Raises ``ConfigError`` for an unknown task."""
     import dataclasses
 
-    from longreach.cli.terminal import ConfigError, nearest
-    from longreach.zoo import tasks
+    from longreach.cli.data import zoo_task
+    from longreach.cli.terminal import ConfigError
     from longreach.zoo.recipe import DEMO
     from longreach.zoo.task import MIN_LENGTH
 
     recipe = dataclasses.replace(DEMO, **{name: value for name, value in changes.items() if value is not None})
-    known = [item.name for item in tasks()]
-    if recipe.task not in known:
-        raise ConfigError(f"--task {recipe.task!r}: the zoo has no such task{nearest(recipe.task, known)}")
+    zoo_task(recipe.task, f"--task {recipe.task!r}")
     if recipe.length < MIN_LENGTH:
         raise ConfigError(f"--length {recipe.length}: a prompt needs at least {MIN_LENGTH} tokens to hold its facts")
     return recipe

@@ -14,10 +14,10 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from longreach.cli.data import ZOO, zoo_task
 from longreach.cli.terminal import ConfigError, nearest
 
 Reward = Callable[..., Any]
-ZOO = "zoo:"
 TRIED_ROWS = 2
 
 
@@ -29,7 +29,7 @@ def load_rewards(names: Sequence[str], base: Path) -> list[Reward]:
 def load_reward(name: str, base: Path) -> Reward:
     """One reward function: ``file.py:function``, ``package.module:function`` or ``zoo:task``."""
     if name.startswith(ZOO):
-        return _zoo(name)
+        return zoo_task(name.removeprefix(ZOO), f"reward={name!r}").reward
     place, separator, function = name.rpartition(":")
     if not separator or not place or not function:
         raise ConfigError(f"reward={name!r}: must be path/to/file.py:function or package.module:function")
@@ -43,15 +43,6 @@ def load_reward(name: str, base: Path) -> Reward:
     if not callable(reward):
         raise ConfigError(f"reward={name!r}: {function} is {type(reward).__name__}, not a function")
     return reward
-
-
-def _zoo(name: str) -> Reward:
-    from longreach.zoo import task, tasks
-
-    known = [item.name for item in tasks()]
-    if name.removeprefix(ZOO) not in known:
-        raise ConfigError(f"reward={name!r}: the zoo has no such task{nearest(name.removeprefix(ZOO), known)}")
-    return task(name.removeprefix(ZOO)).reward
 
 
 def _file(place: str, name: str, base: Path) -> ModuleType:

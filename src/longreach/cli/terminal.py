@@ -24,7 +24,7 @@ def console() -> Console:
     return Console(highlight=False)
 
 
-def fail(error: Exception | str) -> NoReturn:
+def fail(error: Exception) -> NoReturn:
     """Print ``error`` to standard error, without a traceback, and exit with status 2."""
     from rich.console import Console
     from rich.text import Text

@@ -24,7 +24,7 @@ def train(
     check: Annotated[bool, typer.Option("--check", help="Check config, data and rewards, then stop.")] = False,
 ) -> None:
     """Train a model with GRPO or SFT as a config file says, with TRL's own field names."""
-    from longreach.cli.terminal import ConfigError, console, fail
+    from longreach.cli.terminal import INTERRUPTED, ConfigError, console, fail
 
     try:
         job = prepare(config, resume=resume, overwrite=overwrite or check)
@@ -36,8 +36,6 @@ def train(
         screen.print("all checks passed; no model was loaded")
         return
     if execute(job, screen) == "interrupted":
-        from longreach.cli.terminal import INTERRUPTED
-
         raise typer.Exit(INTERRUPTED)
 
 

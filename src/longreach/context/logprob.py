@@ -16,7 +16,7 @@ from ..attention.op import wide_dtype
 from ..kernels.logprob import row_logprob, row_logprob_backward
 from .install import Engine, enable, engine_of
 from .layer import ParamGrads
-from .tree import IGNORE, ROOT, TokenTree
+from .tree import ROOT, TokenTree
 
 LOGITS_AT_ONCE = (1 << 24, 1 << 26)  # elements of one slice of logits, on a CPU and on a GPU
 
@@ -206,6 +206,3 @@ def _router_loss(engine: Engine, logits: list[Tensor], rows_T: Tensor) -> Tensor
         prob_E = prob_E + (probs_TE.to(weight_T.dtype) * weight_T[:, None]).sum(0)
     total = weight_T.sum() * len(logits)
     return experts * ((chosen_E / total) * (prob_E / total)).sum()
-
-
-__all__ = ["IGNORE", "Scores", "head_logprobs", "score", "token_logprobs"]

@@ -15,6 +15,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from .offload import slab_bytes
 from .shape import QK_NORM, ModelShape
 from .tree import KEY_BLOCK
 
@@ -23,13 +24,12 @@ FORMATS: dict[str, tuple[float, int]] = {"bf16": (2, 2), "fp16": (2, 2), "fp32":
 FLOAT = 4  # adapters (PEFT's default), sums of gradients, lse
 ADAM = 2  # states per trained parameter, in the parameter's dtype
 MIB = 2**20
-PLACES = {"none": "kept on GPU", "host": "inputs on host"}  # the offload policies that the formula knows
+PLACES = {"none": "kept on GPU", "host": "inputs on host"}  # the offload policies, the preferred one first
 Windows = tuple[int | None, ...]
 # cuBLAS workspaces of the forward's and the backward's thread and the allocator's rounding: the constant part of the difference
 # between tensors and `max_memory_allocated` on an H200, the same at 16K, 32K, 128K and for groups.
 LIBRARIES = 152 * MIB
-SLAB = 512 * MIB  # granularity of the pinned pool in offload.py
-ROUND = 256
+ROUND = 256  # bytes that `offload.Lease.take` rounds up to
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ def _pool(takes: list[int]) -> int:
     total = room = 0
     for size in takes:
         if size > room:
-            room = max(size, SLAB)
+            room = slab_bytes(size)
             total += room
         room -= math.ceil(size / ROUND) * ROUND
     return total

@@ -10,20 +10,20 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from ..attention.op import wide_dtype
 from .install import Engine
 from .logprob import score
-from .support import UnsupportedModelError
 from .tree import TokenTree
 
 logger = logging.getLogger(__name__)
 
 # Largest accepted difference: mean |log-prob| in nats and relative gradient norm. For half precision it is the larger of this
-# floor and a multiple of what chunk sizes of the engine differ by among themselves, which is the dtype's own noise on this model.
+# floor and a multiple of what two chunk sizes of the engine differ by, which is the dtype's own noise on this model.
 FLOOR = {torch.float64: 1e-8, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 # In half precision a token near a tie may change its expert between any two correct implementations.
 MOE_HALF_FLOOR = 0.2
 NOISE_MULTIPLE = 4.0
-CHUNKS = (16, 24, 9)
+CHUNKS = (16, 24)
 
 
 class ParityError(ValueError):
@@ -88,8 +88,7 @@ def _stock_logprobs(engine: Engine, groups: list[tuple[Tensor, list[Tensor]]]) -
         for completion in completions:
             ids = torch.cat([prompt, completion])[None].to(device)
             logits = engine.causal(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
-            wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
-            logp = torch.log_softmax(logits.to(wide), -1)
+            logp = torch.log_softmax(logits.to(wide_dtype(logits.dtype)), -1)
             out.append(logp.gather(-1, completion.to(device)[:, None]).squeeze(-1))
     return out
 
@@ -142,6 +141,3 @@ def _eager(engine: Engine) -> Iterator[None]:
         yield
     finally:
         engine.config._attn_implementation = kept
-
-
-__all__ = ["Parity", "ParityError", "UnsupportedModelError", "check_parity"]

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .memory import FORMATS, PLACES, Memory, Policy, Work, step_memory
-from .offload import POLICIES
 from .shape import ModelShape
 from .speed import CARDS, GB, Card, card_named, card_of_size, step_seconds
 
@@ -246,9 +245,8 @@ def _choice(work: Work, policy: Policy, card: Card | None) -> Choice:
 
 def _policies(fixed: Mapping[str, Any]) -> Iterator[Policy]:
     """In the order of preference: the fastest first, the leanest last."""
-    places = [place for place in POLICIES if place in PLACES]
     for chunk in (fixed["chunk"],) if "chunk" in fixed else CHUNKS:
-        for offload in (fixed["offload"],) if "offload" in fixed else places:
+        for offload in (fixed["offload"],) if "offload" in fixed else PLACES:
             if chunk != CHUNKS[0] and "chunk" not in fixed and offload == "none" and "offload" not in fixed:
                 continue  # a smaller chunk comes after the offload, not instead of it
             for save in (fixed["save_attention"],) if "save_attention" in fixed else (True, False):
@@ -296,8 +294,8 @@ def _format(weights: str) -> str:
 def _fixed(chunk: int | None, offload: str | None, save_attention: bool | None) -> dict[str, Any]:
     if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
         raise ValueError(f"chunk={chunk!r}: give the tokens per chunk, a whole number from 1 up, or None")
-    if offload is not None and offload not in POLICIES:
-        raise ValueError(f"offload={offload!r}: choose one of {', '.join(map(repr, POLICIES))}, or None")
+    if offload is not None and offload not in PLACES:
+        raise ValueError(f"offload={offload!r}: choose one of {', '.join(map(repr, PLACES))}, or None")
     given = {"chunk": chunk, "offload": offload, "save_attention": save_attention}
     return {name: value for name, value in given.items() if value is not None}
 

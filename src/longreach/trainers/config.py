@@ -14,11 +14,12 @@ from typing import Any, TypeVar
 
 import trl
 
+from ..context.offload import POLICIES
 from .versions import require_supported_trl
 
 require_supported_trl()
 
-OFFLOAD = ("auto", "none", "host")
+OFFLOAD = ("auto", *POLICIES)
 ROLLOUT = ("auto", "transformers")
 PROMPT_OVERLONG = ("error", "drop", "truncate_left")
 SEQUENCE_OVERLONG = ("truncate", "drop", "error")

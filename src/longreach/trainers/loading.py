@@ -30,7 +30,7 @@ def default_output_dir(model: Any, suffix: str) -> str:
 
 
 def load_tokenizer(model: Any, args: Any) -> PreTrainedTokenizerBase:
-    """The tokenizer beside the model's weights, set up for generation as TRL does it (padding and cuts on the left)."""
+    """The tokenizer beside the model's weights. Raises ValueError if the model does not say where it came from."""
     name = model if isinstance(model, str) else getattr(model.config, "_name_or_path", "")
     if not name:
         raise ValueError("processing_class is None and the model does not say where it came from; pass its tokenizer")
