@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import importlib
+import weakref
 
 import pytest
 import torch
@@ -73,6 +75,23 @@ def test_generation_is_untouched():
     kwargs = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
     assert torch.equal(reference.generate(input_ids=prompt, **kwargs), model.generate(input_ids=prompt, **kwargs))
     assert engine_of(model).run is None and model.config._attn_implementation == "eager"
+
+
+def test_an_enabled_model_is_freed_and_copied_whole():
+    model = build("qwen3", torch.float32, lora=False)
+    enable(model, chunk=7, offload="host", parity_check=False)
+    twin = copy.deepcopy(model)
+    assert engine_of(twin) is not engine_of(model) and engine_of(twin).causal is twin
+    with torch.no_grad():
+        twin.model.layers[0].mlp.down_proj.weight.zero_()
+    ours, theirs = (torch.cat(token_logprobs(m, one()[0])) for m in (model, twin))
+    assert not torch.equal(ours, theirs)
+    ours.sum().backward()
+    assert all(p.grad is None for p in twin.parameters())
+    gone = weakref.ref(model)
+    del model, ours, theirs
+    gc.collect()
+    assert gone() is None
 
 
 def test_scoring_equals_training_and_keeps_nothing():

@@ -12,7 +12,6 @@ import contextlib
 import functools
 import itertools
 import logging
-import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -36,7 +35,7 @@ AUTO_CHUNK = (2048, 8192)  # smallest and largest automatic chunk
 KEEP_ON_DEVICE = 2 * 2**30  # bytes of layer inputs beyond which "auto" takes them to the host
 HOST_SHARE = 0.5  # of the machine's memory that "auto" fills with what is kept
 
-_engines: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()
+ENGINE = "_longreach_engine"  # attribute of the Transformers model: copied and freed with it
 
 
 def chunk_attention(
@@ -370,7 +369,7 @@ def causal_lm(model: nn.Module) -> Any:
 
 def engine_of(model: nn.Module) -> Engine | None:
     """The engine that `enable` installed, or None."""
-    return _engines.get(causal_lm(model))
+    return causal_lm(model).__dict__.get(ENGINE)
 
 
 def enable(
@@ -402,7 +401,7 @@ def enable(
     engine = engine_of(model)
     if engine is None:
         engine = Engine(model, options)
-        _engines[engine.causal] = engine
+        engine.causal.__dict__[ENGINE] = engine
     engine.options = options
     trained = frozenset(name for name, p in model.named_parameters() if p.requires_grad)
     if parity_check and engine.checked != trained:

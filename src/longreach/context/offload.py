@@ -12,7 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-SLAB_BYTES = 512 * 2**20
+SLAB_BYTES = 512 * 2**20  # of a slab that holds several tensors
+SLAB_TENSORS = 16  # at most, so that a small model takes little
 
 
 class Rows(Protocol):
@@ -118,11 +119,20 @@ class HostPool:
     def __init__(self) -> None:
         self.free: list[Tensor] = []
 
+    def __reduce__(self) -> tuple[type[HostPool], tuple[()]]:
+        """A copy of the engine's model gets a pool of its own."""
+        return HostPool, ()
+
     def lease(self, owner: Any) -> Lease:
         """A lease that ends with its owner."""
         lease = Lease(self)
         weakref.finalize(owner, self.free.extend, lease.slabs)
         return lease
+
+
+def slab_bytes(size: int) -> int:
+    """Bytes of a new slab, made for a tensor of `size` bytes."""
+    return max(size, min(SLAB_BYTES, SLAB_TENSORS * (size + 255) // 256 * 256))
 
 
 class Lease:
@@ -137,7 +147,7 @@ class Lease:
         room = len(self.slabs[-1]) - self.used if self.slabs else 0
         if size > room:
             fits = [s for s in self.pool.free if len(s) >= size and (device.type != "cuda" or s.is_pinned())]
-            slab = min(fits, key=len) if fits else _new_slab(max(size, SLAB_BYTES), device.type == "cuda")
+            slab = min(fits, key=len) if fits else _new_slab(slab_bytes(size), device.type == "cuda")
             self.pool.free[:] = [s for s in self.pool.free if s is not slab]
             self.slabs.append(slab)
             self.used = 0
