@@ -13,8 +13,9 @@ MATRIX_TESTS := tests/exactness tests/trainers tests/cli
 demo: $(STAMP)
 	$(BIN)/longreach demo
 
+# Two workers of one thread each: a worker per core of a small machine.
 test: lint
-	$(BIN)/pytest
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile
 
 test-slow: $(STAMP)
 	$(BIN)/pytest -m "slow and not gpu" --timeout 1800
