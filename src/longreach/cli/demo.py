@@ -108,7 +108,7 @@ def _again(recipe: Recipe, folder: Path) -> str:
 
 
 def _trainer(recipe: Recipe, folder: Path, recorder: Any, *, evaluate_first: bool) -> Any:
-    """The trainer of the recipe, with held-out evaluations: before, halfway and after."""
+    """The trainer of the recipe, with held-out evaluations: before, halfway (of an even number of steps) and after."""
     import torch
     from transformers.trainer_callback import PrinterCallback
 
@@ -141,7 +141,7 @@ def _trainer(recipe: Recipe, folder: Path, recorder: Any, *, evaluate_first: boo
         use_cpu=not torch.cuda.is_available(),
         logging_steps=1,
         eval_strategy="steps",
-        eval_steps=max(1, -(-recipe.steps // 2)),
+        eval_steps=recipe.steps if recipe.steps % 2 else recipe.steps // 2,
         eval_on_start=evaluate_first,
         save_strategy="no",
         report_to="none",

@@ -1,7 +1,7 @@
 """The planner: how a training step will run on a given card, what it takes, and the longest context that fits.
 
-Everything follows from the model's dimensions, the step's shape and the card's total memory, never from what is free at run
-time: the same configuration gets the same chunks, hence the same bits, everywhere.
+Everything follows from the model's dimensions, the step's shape and the total memory of card and host, never from what is free at
+run time: the same step gets the same plan on every machine like this one.
 """
 
 from __future__ import annotations

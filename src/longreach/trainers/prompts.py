@@ -67,6 +67,15 @@ def overlong_message(length: int, limit: int, max_length: int, where: str) -> st
     )
 
 
+def without_rows(dataset: Dataset, over: Sequence[int], count: str, max_length: int) -> Dataset:
+    """The dataset without its over-long rows; `count` tells how many. Raises ValueError if none is left."""
+    logger.warning("%s: dropped", count)
+    if len(over) == len(dataset):
+        raise ValueError(f"{count}: none is left; raise max_length={max_length}")
+    dropped = set(over)
+    return dataset.select([i for i in range(len(dataset)) if i not in dropped])
+
+
 class PromptBound:
     """The longest prompt allowed, and what to do about longer ones.
 
@@ -111,11 +120,7 @@ class PromptBound:
         if self.policy == "truncate_left":
             logger.warning("%s (longest %d): their first tokens are cut", count, max(lengths))
             return dataset
-        logger.warning("%s (longest %d): dropped", count, max(lengths))
-        if len(over) == len(lengths):
-            raise ValueError(f"{count}: none is left; raise max_length={self.max_length}")
-        dropped = set(over)
-        return dataset.select([i for i in range(len(lengths)) if i not in dropped])
+        return without_rows(dataset, over, f"{count} (longest {max(lengths)})", self.max_length)
 
     def cut(self, prompt_ids: list[list[int]]) -> tuple[list[list[int]], int]:
         """Bound the prompts of one batch: the ids, and how many were cut.

@@ -20,7 +20,7 @@ from .loading import (
     require_config,
     wants_longreach_load,
 )
-from .prompts import check_rows
+from .prompts import check_rows, without_rows
 
 logger = logging.getLogger(__name__)
 
@@ -116,11 +116,7 @@ def _without_overlong(dataset: Any, args: SFTConfig, name: str) -> Any:
     if args.on_overlong == "truncate":
         logger.warning("%s (longest %d): truncated (%s)", count, max(lengths), args.truncation_mode)
         return dataset
-    logger.warning("%s (longest %d): dropped", count, max(lengths))
-    if len(over) == len(lengths):
-        raise ValueError(f"{count}: none is left; raise max_length={limit}")
-    dropped = set(over)
-    return dataset.select([i for i in range(len(lengths)) if i not in dropped])
+    return without_rows(dataset, over, f"{count} (longest {max(lengths)})", limit)
 
 
 def _stream_without_overlong(dataset: IterableDataset, policy: str, limit: int, name: str) -> IterableDataset:
