@@ -244,7 +244,7 @@ def _choice(work: Work, policy: Policy, card: Card | None) -> Choice:
 
 
 def _policies(fixed: Mapping[str, Any]) -> Iterator[Policy]:
-    """In the order of preference: the fastest first, the leanest last."""
+    """In the order in which they are tried; the leanest last."""
     for chunk in (fixed["chunk"],) if "chunk" in fixed else CHUNKS:
         for offload in (fixed["offload"],) if "offload" in fixed else PLACES:
             if chunk != CHUNKS[0] and "chunk" not in fixed and offload == "none" and "offload" not in fixed:
