@@ -60,14 +60,6 @@ def test_values_from_a_command_line():
     assert (made.chunk, made.save_attention, made.max_length, made.max_prompt_length) == (512, False, 130, 120)
 
 
-def test_unknown_key_names_the_nearest():
-    with pytest.raises(
-        ValueError, match=r"unknown configuration key 'max_lenght' \(value 5\); did you mean 'max_length'"
-    ):
-        ours.GRPOConfig.from_mapping({"max_lenght": 5})
-    assert ours.SFTConfig.from_mapping(tiny.RUN | {"max_length": 64}).max_length == 64
-
-
 def make(tmp_path, **changes):
     keys = ("model", "reward_funcs", "train_dataset", "eval_dataset", "processing_class")
     given = dict(

@@ -268,9 +268,11 @@ def _refusal(made: Plan, choices: list[Choice]) -> str:
     longest = made.longest()
     if longest:
         return f"{text}. The longest context that fits here is {longest} tokens."
-    text += ". No context fits here: the weights"
-    text += " alone" if gpu.memory.parts["weights"] > (made.gpu_bytes or 0) else ", what trains and one chunk"
-    text += f" take {_size(gpu.memory.parts['weights'] if text.endswith('alone') else gpu.memory.gpu)}"
+    weights = gpu.memory.parts["weights"]
+    if weights > (made.gpu_bytes or 0):
+        text += f". No context fits here: the weights alone take {_size(weights)}"
+    else:
+        text += f". No context fits here: the weights, what trains and one chunk take {_size(gpu.memory.gpu)}"
     return f"{text}. Choose a smaller model" + ("." if work.ranks else ", or train an adapter (lora=16).")
 
 

@@ -37,9 +37,9 @@ class Linear:
         lora: Any = module
         if not (hasattr(lora, "base_layer") and hasattr(lora, "lora_A") and type(lora.base_layer) is nn.Linear):
             return None
-        if lora.disable_adapters or not [n for n in lora.active_adapters if n in lora.lora_A]:
+        names = [] if lora.disable_adapters else [n for n in lora.active_adapters if n in lora.lora_A]
+        if not names:
             return cls(lora.base_layer) if not lora.merged_adapters else None
-        names = [n for n in lora.active_adapters if n in lora.lora_A]
         dropout = lora.lora_dropout[names[0]]
         drops = isinstance(dropout, nn.Dropout) and dropout.p > 0 and dropout.training
         if len(names) > 1 or lora.merged_adapters or drops or getattr(lora, "lora_variant", None):
@@ -60,10 +60,8 @@ class LinearGroup:
 
     def __init__(self, linears: Sequence[Linear], dtype: torch.dtype) -> None:
         self.linears = tuple(linears)
-        adapted = [line for line in self.linears if line.a is not None]
-        self.a_RI = (
-            torch.cat([line.a.detach().to(dtype) for line in adapted if line.a is not None]) if adapted else None
-        )
+        adapted = [line.a.detach().to(dtype) for line in self.linears if line.a is not None]
+        self.a_RI = torch.cat(adapted) if adapted else None
         self.b_Or = [None if line.b is None else line.b.detach().to(dtype) for line in self.linears]
         self.ranks: list[slice] = []
         at = 0

@@ -192,14 +192,15 @@ def _loss(log: RunLog) -> Plot | None:
     xs, ys = series(log.steps, "loss")
     if not xs:
         return None
+    sft = log.header.get("method") == "sft"
     lines = _noisy("training", xs, ys, 0)
-    held_x, held_y = series(log.evals, "loss") if log.header.get("method") == "sft" else ([], [])
+    held_x, held_y = series(log.evals, "loss") if sft else ([], [])
     if held_x:
         lines.append(_Line("held-out", held_x, held_y, 1, mode="lines+markers"))
     note = "The policy-gradient loss hovers near zero by design: watch the reward."
-    if log.header.get("method") == "sft":
+    if sft:
         note = "Cross-entropy per label, nats."
-    return Plot("loss", "Loss", note, _figure(lines, y_title="loss"), log.header.get("method") == "sft")
+    return Plot("loss", "Loss", note, _figure(lines, y_title="loss"), sft)
 
 
 def _grad_norm(log: RunLog) -> Plot | None:

@@ -5,12 +5,9 @@ Everything is checked when the configuration is made; a message names the field,
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import trl
 
@@ -23,8 +20,6 @@ OFFLOAD = ("auto", *POLICIES)
 ROLLOUT = ("auto", "transformers")
 PROMPT_OVERLONG = ("error", "drop", "truncate_left")
 SEQUENCE_OVERLONG = ("truncate", "drop", "error")
-
-Config = TypeVar("Config", "GRPOConfig", "SFTConfig")
 
 
 def _engine_field(default: Any, help: str) -> Any:
@@ -88,11 +83,6 @@ class GRPOConfig(trl.GRPOConfig):
         """Longest prompt in tokens, or None for no bound."""
         return None if self.max_length is None else self.max_length - (self.max_completion_length or 0)
 
-    @classmethod
-    def from_mapping(cls, values: Mapping[str, Any]) -> GRPOConfig:
-        """A configuration from parsed YAML or JSON. Raises ValueError for unknown keys, with the nearest known one."""
-        return from_mapping(cls, values)
-
 
 @dataclass
 class SFTConfig(trl.SFTConfig):
@@ -122,22 +112,6 @@ class SFTConfig(trl.SFTConfig):
         _check_choice("on_overlong", self.on_overlong, SEQUENCE_OVERLONG)
         if self.max_length is not None:
             self.max_length = _positive("max_length", self.max_length)
-
-    @classmethod
-    def from_mapping(cls, values: Mapping[str, Any]) -> SFTConfig:
-        """A configuration from parsed YAML or JSON. Raises ValueError for unknown keys, with the nearest known one."""
-        return from_mapping(cls, values)
-
-
-def from_mapping(cls: type[Config], values: Mapping[str, Any]) -> Config:
-    """`cls(**values)`, where an unknown key is an error that names the key and the nearest known one."""
-    known = [f.name for f in dataclasses.fields(cls) if f.init]
-    for key in values:
-        if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"unknown configuration key {key!r} (value {values[key]!r}){hint}")
-    return cls(**values)
 
 
 def check_engine_fields(config: GRPOConfig | SFTConfig) -> None:
