@@ -203,19 +203,9 @@ def _windows(config: Mapping[str, Any], kind: str, layers: int) -> tuple[int | N
 
 def _dense(name: str, kind: str, *dims: int, tied: bool, positions: int) -> ModelShape:
     vocab, hidden, layers, heads, kv_heads, head_dim, mlp = dims
+    windows = (None,) * layers
     return ModelShape(
-        name,
-        kind,
-        vocab,
-        hidden,
-        layers,
-        heads,
-        kv_heads,
-        head_dim,
-        mlp,
-        (None,) * layers,
-        tied=tied,
-        positions=positions,
+        name, kind, vocab, hidden, layers, heads, kv_heads, head_dim, mlp, windows, tied=tied, positions=positions
     )
 
 
