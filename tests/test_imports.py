@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+import longreach
+
 SOURCE = Path(__file__).parents[1] / "src" / "longreach"
 
 # Each part of the package and the parts it may import.
@@ -16,14 +18,14 @@ ALLOWED: dict[str, set[str]] = {
     "lora": {"kernels", "quant"},
     "context": {"kernels", "attention", "quant", "lora"},
     "rollout": {"kernels", "attention", "quant", "context", "lora"},
-    "load": {"kernels", "attention", "quant", "context", "lora"},
-    "trainers": {"kernels", "attention", "quant", "context", "lora", "rollout", "load", "rewards"},
-    "export": {"kernels", "attention", "quant", "context", "lora", "load"},
+    "loading": {"kernels", "attention", "quant", "context", "lora"},
+    "trainers": {"kernels", "attention", "quant", "context", "lora", "rollout", "loading", "rewards"},
+    "export": {"kernels", "attention", "quant", "context", "lora", "loading"},
     "rewards": set(),
     "audit": {"rewards"},
     "report": set(),
     # The zoo makes tasks and, in its training script, a model; the engine must not depend on it.
-    "zoo": {"kernels", "attention", "quant", "context", "lora", "load", "rollout", "trainers", "rewards", "report"},
+    "zoo": {"kernels", "attention", "quant", "context", "lora", "loading", "rollout", "trainers", "rewards", "report"},
 }
 NO_TORCH = ("rewards", "audit", "report")
 # Programs of their own, started by path and imported by nothing.
@@ -94,6 +96,12 @@ def test_every_part_has_a_rule() -> None:
 )
 def test_the_check_sees_a_violation(module: str, source: str, expected: list[str]) -> None:
     assert [line.split(" imports ")[1] for line in violations(module, source)] == expected
+
+
+def test_no_public_name_is_that_of_a_module() -> None:
+    """Importing the module would put it in the name's place."""
+    modules = {path.stem for path in SOURCE.glob("*.py")} | {path.parent.name for path in SOURCE.glob("*/__init__.py")}
+    assert modules & set(longreach.__all__) == set()
 
 
 def test_programs_are_imported_by_nothing() -> None:

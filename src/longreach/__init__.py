@@ -7,12 +7,13 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-# Names load on first use, so that `longreach.rewards` and the command line need no torch.
+# Names load on first use, so that `longreach.rewards` and the command line need no torch. None may be that of a module of this
+# package: importing the module would put it in the name's place.
 _NAMES = {
     "TokenTree": "context.tree",
     "enable": "context.install",
     "token_logprobs": "context.logprob",
-    "load": "load",
+    "load": "loading",
     "plan": "context.plan",
     "GRPOConfig": "trainers.config",
     "SFTConfig": "trainers.config",

@@ -194,7 +194,7 @@ def _settings(job: Job) -> dict[str, Any]:
 def _trainer(job: Job, recorder: Any) -> Any:
     from transformers.trainer_callback import PrinterCallback
 
-    from longreach.load import load
+    from longreach.loading import load
     from longreach.trainers import GRPOTrainer, SFTTrainer
 
     model: Any = job.model

@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase, set
 
 from ..context.install import enable
 from ..context.support import check_supported
-from ..load import check_positions, load
+from ..loading import check_positions, load
 from .config import GRPOConfig, SFTConfig
 
 WEIGHTS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "auto": None}
