@@ -8,16 +8,21 @@ from importlib.metadata import version
 from packaging.version import Version
 
 OLDEST, NEXT_MAJOR = Version("1.8.0"), Version("2.0.0")
-# Overridden or called by name, with the leading parameters relied upon
-METHODS: dict[str, tuple[str, ...]] = {
-    "_prepare_inputs": ("generation_batch",),
-    "_tokenize_prompts": ("prompts",),
-    "_generate_single_turn": ("prompt_ids",),
-    "_generate_and_score_completions": ("inputs",),
-    "_calculate_rewards": ("inputs", "prompts", "completions", "completion_ids_list"),
-    "_get_per_token_logps_and_entropies": ("model",),
-    "_compute_loss": ("model", "inputs"),
-    "_get_train_sampler": ("dataset",),
+# Overridden here, with the leading parameters relied upon
+METHODS: dict[str, dict[str, tuple[str, ...]]] = {
+    "GRPOTrainer": {
+        "_prepare_inputs": ("generation_batch",),
+        "_tokenize_prompts": ("prompts",),
+        "_generate_single_turn": ("prompt_ids",),
+        "_generate_and_score_completions": ("inputs",),
+        "_calculate_rewards": ("inputs", "prompts", "completions", "completion_ids_list"),
+        "_get_per_token_logps_and_entropies": ("model", "input_ids", "attention_mask", "logits_to_keep"),
+        "_compute_loss": ("model", "inputs"),
+        "_get_train_sampler": ("dataset",),
+    },
+    "SFTTrainer": {
+        "_prepare_dataset": ("dataset", "processing_class", "args", "packing", "formatting_func", "dataset_name"),
+    },
 }
 
 
@@ -31,14 +36,15 @@ def require_supported_trl() -> None:
     wanted = f"install trl>={OLDEST},<{NEXT_MAJOR}"
     if not OLDEST <= Version(installed) < NEXT_MAJOR:
         raise UnsupportedTRLError(f"trl {installed} is not supported; {wanted}")
-    from trl import GRPOTrainer
+    import trl
 
-    for name, expected in METHODS.items():
-        method = getattr(GRPOTrainer, name, None)
-        if method is None:
-            raise UnsupportedTRLError(f"trl {installed} has no GRPOTrainer.{name}, which is extended here; {wanted}")
-        found = tuple(inspect.signature(method).parameters)[1 : 1 + len(expected)]
-        if found != expected:
-            raise UnsupportedTRLError(
-                f"trl {installed}: GRPOTrainer.{name} takes {found} where {expected} is expected; {wanted}"
-            )
+    for trainer, methods in METHODS.items():
+        for name, expected in methods.items():
+            method = getattr(getattr(trl, trainer), name, None)
+            if method is None:
+                raise UnsupportedTRLError(f"trl {installed} has no {trainer}.{name}, which is extended here; {wanted}")
+            found = tuple(inspect.signature(method).parameters)[1 : 1 + len(expected)]
+            if found != expected:
+                raise UnsupportedTRLError(
+                    f"trl {installed}: {trainer}.{name} takes {found} where {expected} is expected; {wanted}"
+                )
