@@ -152,7 +152,7 @@ class FusedLayer:
         del da, out_CHD, q_CHD, k_CKD, v
         dq, dk = self._unrotate(dq_CHD, dk_CKD, q, k, cos_sin, stats, grads)
         del q, k
-        needed = self._needs(need_dx, self.norm_in)
+        needed = need_dx or self.norm_in.weight.requires_grad
         dx_CM = self.qkv.backward([dq, dk, dv_CKD.flatten(1)], x_CM, t_qkv, grads, need_dx=needed)
         return self._norm_backward(dx_CM, h_CM, self.norm_in, rstd, dh2_CM, grads) if dx_CM is not None else None, grads
 
@@ -195,7 +195,7 @@ class FusedLayer:
         _, _, stats = self._rotate(None, k, cos_sin)
         _, dk = self._unrotate(None, dk_CKD, None, k, cos_sin, stats, grads)
         dx_CM = self.kv_only.backward(
-            [dk, dv_CKD.flatten(1)], x_CM, t_kv, grads, need_dx=self._needs(need_dx, self.norm_in)
+            [dk, dv_CKD.flatten(1)], x_CM, t_kv, grads, need_dx=need_dx or self.norm_in.weight.requires_grad
         )
         return self._norm_backward(dx_CM, h_CM, self.norm_in, rstd, None, grads) if dx_CM is not None else None, grads
 
@@ -206,9 +206,6 @@ class FusedLayer:
 
     def _heads(self, x_CO: Tensor) -> Tensor:
         return x_CO.unflatten(-1, (-1, self.head_dim))
-
-    def _needs(self, need_dx: bool, module: Any) -> bool:
-        return need_dx or module.weight.requires_grad
 
     def _norm(self, x_CM: Tensor, module: Any) -> tuple[Tensor, Tensor]:
         return rms_norm(x_CM, module.weight, _eps(module), unit_offset=self.family.unit_offset)

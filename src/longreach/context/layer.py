@@ -42,6 +42,11 @@ class Run:
         routers: layer index -> router module whose logits are wanted for the load-balancing loss.
         router_logits: [T, E] of each MoE layer, differentiable.
         resumed: puts the model's attention back to chunks while a backward recomputes.
+        captured: router module -> logits of the chunk just computed.
+        kept: layer index -> what its backward needs.
+        hidden: the decoder's output, until `score` takes it.
+        gradient_row: address of the gradient that the layer above has just returned. Only the next layer's backward reads
+            that tensor (a hidden state has one consumer), so it is written over; a hook that keeps it would see that.
     """
 
     layout: Layout
@@ -59,9 +64,7 @@ class Run:
     captured: dict[nn.Module, Tensor] = field(default_factory=dict)
     kept: dict[int, Kept] = field(default_factory=dict)
     hidden: Tensor | None = None
-    gradient_row: int = (
-        0  # address of the last gradient that this run made: nobody else reads it, so it is written over
-    )
+    gradient_row: int = 0
 
     def __post_init__(self) -> None:
         self.kv = KeyValues(self.layout.tokens)

@@ -15,7 +15,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .offload import slab_bytes
+from .offload import aligned, slab_bytes
 from .shape import QK_NORM, ModelShape
 from .tree import KEY_BLOCK
 
@@ -29,7 +29,6 @@ Windows = tuple[int | None, ...]
 # cuBLAS workspaces of the forward's and the backward's thread and the allocator's rounding: the constant part of the difference
 # between tensors and `max_memory_allocated` on an H200, the same at 16K, 32K, 128K and for groups.
 LIBRARIES = 152 * MIB
-ROUND = 256  # bytes that `offload.Lease.take` rounds up to
 
 
 @dataclass(frozen=True)
@@ -173,7 +172,7 @@ def _pool(takes: list[int]) -> int:
         if size > room:
             room = slab_bytes(size)
             total += room
-        room -= math.ceil(size / ROUND) * ROUND
+        room -= aligned(size)
     return total
 
 

@@ -14,6 +14,8 @@ from torch import Tensor
 
 SLAB_BYTES = 512 * 2**20  # of a slab that holds several tensors
 SLAB_TENSORS = 16  # at most, so that a small model takes little
+ALIGNMENT = 256  # bytes
+POLICIES = ("none", "host")  # where layer inputs may wait
 
 
 class Rows(Protocol):
@@ -79,7 +81,7 @@ class HostRows:
 
     def wait_saved(self, start: int) -> None:
         if start in self.saved:
-            torch.cuda.current_stream().wait_event(self.saved[start])
+            torch.cuda.current_stream(self.held[start][1]).wait_event(self.saved[start])
 
     def prefetch(self, start: int) -> None:
         place, device = self.held[start]
@@ -132,10 +134,17 @@ class HostPool:
 
 def slab_bytes(size: int) -> int:
     """Bytes of a new slab, made for a tensor of `size` bytes."""
-    return max(size, min(SLAB_BYTES, SLAB_TENSORS * (size + 255) // 256 * 256))
+    return max(size, min(SLAB_BYTES, SLAB_TENSORS * aligned(size)))
+
+
+def aligned(size: int) -> int:
+    """Where the next tensor of a slab may begin."""
+    return (size + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
 
 
 class Lease:
+    """The slabs of one run, filled one tensor after the other."""
+
     def __init__(self, pool: HostPool) -> None:
         self.pool = pool
         self.slabs: list[Tensor] = []
@@ -152,7 +161,7 @@ class Lease:
             self.slabs.append(slab)
             self.used = 0
         start = self.used
-        self.used = (start + size + 255) // 256 * 256
+        self.used = aligned(start + size)
         return self.slabs[-1][start : start + size].view(dtype)
 
 
@@ -168,6 +177,3 @@ def _new_slab(size: int, pinned: bool) -> Tensor:
             )
         weakref.finalize(slab, cudart.cudaHostUnregister, slab.data_ptr())
     return slab
-
-
-POLICIES = ("none", "host")
