@@ -77,6 +77,125 @@ def test_generation_is_untouched():
     assert engine_of(model).run is None and model.config._attn_implementation == "eager"
 
 
+def finite_difference(model, loss, name, step=1e-5):
+    """(gradient, central difference) of the largest entry of a parameter's gradient."""
+    p = dict(model.named_parameters())[name]
+    at = p.grad.abs().argmax()
+    with torch.no_grad():
+        p.view(-1)[at] += step
+        up = float(loss())
+        p.view(-1)[at] -= 2 * step
+        down = float(loss())
+        p.view(-1)[at] += step
+    return float(p.grad.view(-1)[at]), (up - down) / (2 * step)
+
+
+def test_randomness_outside_dropout_modules_is_replayed():
+    """Router jitter, and dropout of an adapter on the head."""
+    from peft import LoraConfig, get_peft_model
+
+    tree, _ = group()
+    with true_fp64():
+        jitter = build("mixtral", F64, lora=False, router_jitter_noise=0.3)
+        head = get_peft_model(
+            build("qwen3", F64, lora=False), LoraConfig(r=4, lora_dropout=0.3, target_modules=["q_proj", "lm_head"])
+        ).to(F64)
+        for n, p in head.named_parameters():
+            if "lora_B" in n:
+                torch.nn.init.normal_(p.data, std=0.1)
+        for model, name in (
+            (jitter, "model.layers.1.self_attn.q_proj.weight"),
+            (head, "lm_head.lora_B.default.weight"),
+        ):
+            full = next(n for n, _ in model.named_parameters() if n.endswith(name))
+            enable(model.train(), chunk=7, parity_check=False)
+
+            def loss(model=model):
+                torch.manual_seed(5)
+                return (
+                    loss_of(token_logprobs(model, tree), F64).detach()
+                    if not torch.is_grad_enabled()
+                    else loss_of(token_logprobs(model, tree), F64)
+                )
+
+            loss().backward()
+            got, expected = finite_difference(model, loss, full)
+            assert got == pytest.approx(expected, rel=1e-5)
+
+
+def test_prompt_tuning_is_refused_and_a_changed_input_noticed():
+    from peft import PromptTuningConfig, get_peft_model
+
+    model = build("qwen3", torch.float32, lora=False)
+    enable(model, parity_check=False)
+    tuned = get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+    with pytest.raises(UnsupportedModelError, match="PROMPT_TUNING"):
+        enable(tuned)
+    with pytest.raises(UnsupportedModelError, match="changes its input"):
+        token_logprobs(tuned, one()[0])
+    assert engine_of(model).run is None
+
+
+def test_a_mask_with_holes():
+    row, mask = ids(20, 1)[None], torch.ones(1, 20, dtype=torch.long)
+    mask[0, 5:9] = 0
+    with true_fp64():
+        reference, model = build("llama", F64, lora=False), build("llama", F64, lora=False)
+        enable(model, chunk=7, parity_check=False)
+        kwargs = {"input_ids": row, "attention_mask": mask}
+        expected, got = reference(**kwargs, use_cache=False).logits, model(**kwargs).logits
+        torch.testing.assert_close(got[mask.bool()], expected[mask.bool()], rtol=1e-10, atol=1e-10)
+    windowed = build("mistral", torch.float32, lora=False)
+    enable(windowed, parity_check=False)
+    with pytest.raises(ValueError, match="move the padding to one side"):
+        windowed(**kwargs)
+
+
+def test_an_interrupt_leaves_nothing_switched_on():
+    model = build("olmo2", torch.float32, lora=False)
+    enable(model, chunk=7, parity_check=False)
+    expected = torch.cat(token_logprobs(model, one()[0])).detach()
+
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    hook = model.model.layers[2].mlp.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt), torch.no_grad():
+        token_logprobs(model, one()[0])
+    hook.remove()
+    assert torch.equal(torch.cat(token_logprobs(model, one()[0])).detach(), expected)
+    assert model.generate(input_ids=ids(5, 1)[None], max_new_tokens=2, pad_token_id=0).shape[1] > 5
+    assert model.config._attn_implementation == "eager" and torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("name", ["qwen3", "olmo2"])
+def test_what_one_backward_only_can_give_is_said(name):
+    model = build(name, torch.float32, lora=False)
+    enable(model, chunk=7, parity_check=False)
+    logprobs = token_logprobs(model, group()[0])
+    logprobs[0].sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="second backward"):
+        logprobs[1].sum().backward()
+    weight = model.model.layers[0].mlp.down_proj.weight
+    (grad,) = torch.autograd.grad(token_logprobs(model, one()[0])[0].sum(), weight, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.square().sum().backward()
+
+
+def test_models_of_another_form_are_refused():
+    import transformers
+
+    small = transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=50)
+    with pytest.raises(UnsupportedModelError, match=r"elsewhere than in `\.layers`"):
+        enable(transformers.GPT2LMHeadModel(small))
+    with pytest.raises(UnsupportedModelError, match="no language-model head"):
+        enable(build("llama", torch.float32, lora=False).model)
+    model = build("llama", torch.float32, lora=False, output_hidden_states=True)
+    enable(model, parity_check=False)
+    with pytest.raises(ValueError, match="output_hidden_states=True"):
+        model(input_ids=ids(5, 1)[None])
+
+
 def test_an_enabled_model_is_freed_and_copied_whole():
     model = build("qwen3", torch.float32, lora=False)
     enable(model, chunk=7, offload="host", parity_check=False)

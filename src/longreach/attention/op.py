@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ..kernels import apply_sink, merge_blocks
 from .select import Backend, select
@@ -148,6 +149,7 @@ class _ChunkAttention(torch.autograd.Function):
         return out_CHW, lse_HC
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dout_CHW, _dlse):
         q_CHD, out_CHW, lse_HC, sinks_H = ctx.saved_tensors
         wanted = sinks_H if ctx.needs_input_grad[3] else None

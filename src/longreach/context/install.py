@@ -103,6 +103,11 @@ class Engine:
             logger.warning(
                 "model_type %r is not in the exactness tests; the parity check decides", self.config.model_type
             )
+        if not hasattr(self.decoder, "layers"):
+            raise UnsupportedModelError(
+                f"{type(self.decoder).__name__} keeps its layers elsewhere than in `.layers`; models of this form can't run in "
+                "chunks. Train it with stock TRL."
+            )
         self.layers: list[nn.Module] = list(self.decoder.layers[: self.config.num_hidden_layers])
         missing = [type(m).__name__ for m in self.layers if not hasattr(m, "gradient_checkpointing")]
         if missing:
@@ -142,7 +147,7 @@ class Engine:
             backward=backward,
             save_attention=save_attention,
             fuse=self.options.fuse,
-            replay_dropout=any(isinstance(m, nn.Dropout) and m.p > 0 and m.training for m in self.decoder.modules()),
+            replay_random=any(m.training for m in self.causal.modules()),
             resumed=self._resumed,
             routers=self.routers if router_logits else {},
         )
@@ -197,15 +202,27 @@ class Engine:
     # ---- hooks on the decoder
 
     def _enter(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]):
-        if decoder is not self.decoder or self.paused or self.run is not None:
+        if self.paused:
             return None
+        if (
+            self.run is not None
+        ):  # an interrupt ended the last pass before the closing hook; grad mode has been the caller's since
+            self._switch_off(torch.is_grad_enabled())
         run, self.pending = self.pending, None
         cached = kwargs.get("past_key_values") is not None or kwargs.get("cache") is not None
         if run is None:
             if cached or kwargs.get("use_cache"):
                 return None
             args, kwargs, run = self._plain(args, dict(kwargs))
+        else:
+            given = kwargs.get("inputs_embeds") if kwargs.get("input_ids") is None else kwargs["input_ids"]
+            if cached or given is None or given.shape[1] != run.layout.tokens:
+                raise UnsupportedModelError(
+                    "something between the caller and the decoder changes its input (prompt or prefix tuning?): chunked "
+                    f"execution was asked for {run.layout.tokens} tokens. Use an adapter inside the layers, such as LoRA."
+                )
         kwargs["use_cache"] = False
+        kwargs["return_dict"] = True
         self._switch_on(run)
         return args, kwargs
 
@@ -226,12 +243,10 @@ class Engine:
             layer._gradient_checkpointing_func = self._layer  # type: ignore[assignment]
             layer.training = True
 
-    def _leave(self, decoder: nn.Module, args: tuple[Any, ...], output: Any):
-        run = self.run
-        if decoder is not self.decoder or run is None:
-            return None
+    def _switch_off(self, grad: bool) -> None:
+        """The model as it was before the pass, and the grad mode given."""
         self.run = None
-        implementation, grad, layers = self._restore
+        implementation, _, layers = self._restore
         self.config._attn_implementation = implementation
         torch.set_grad_enabled(grad)
         for layer, checkpointing, training, func in layers:
@@ -240,6 +255,12 @@ class Engine:
                 layer.__dict__.pop("_gradient_checkpointing_func", None)
             else:
                 layer._gradient_checkpointing_func = func
+
+    def _leave(self, decoder: nn.Module, args: tuple[Any, ...], output: Any):
+        run = self.run
+        if run is None:
+            return None
+        self._switch_off(self._restore[1])
         scatter, self._scatter = self._scatter, None
         if output is None:  # the forward raised
             return None
@@ -289,7 +310,8 @@ class Engine:
         if args:
             raise ValueError("chunked execution: call the decoder with keyword arguments beyond input_ids")
         for name in ("output_hidden_states", "output_attentions"):
-            if kwargs.get(name):
+            wanted = kwargs.get(name)
+            if getattr(self.config, name, False) if wanted is None else wanted:
                 raise ValueError(f"{name}=True can't be had from chunked layers: they keep neither; pass {name}=False")
         given = ids if ids is not None else embeds
         B, S = given.shape[:2]
@@ -300,6 +322,7 @@ class Engine:
         if positions is not None and positions.ndim == 3:
             raise ValueError("position_ids of three dimensions (image or video positions) can't run in chunks")
         valid = torch.ones(B, S, dtype=torch.bool) if mask is None else mask.bool().cpu()
+        self._check_holes(valid)
         layout = rows_layout(valid, None if positions is None else positions.expand(B, S).cpu(), mask is None)
         self._scatter = (valid.flatten().nonzero().squeeze(1).to(given.device), B, S)
         take = self._scatter[0]
@@ -317,6 +340,17 @@ class Engine:
             del kwargs["output_router_logits"]
         return args, kwargs, run
 
+    def _check_holes(self, valid_BS: Tensor) -> None:
+        """Padding inside a row: fine where only positions count, not where distance in the row does."""
+        first, last = valid_BS.int().argmax(1), valid_BS.shape[1] - valid_BS.flip(1).int().argmax(1)
+        holes = bool((valid_BS.any(1) & (last - first != valid_BS.sum(1))).any())
+        kinds = set(getattr(self.config, "layer_types", None) or ()) - {"full_attention"}
+        if holes and (kinds or getattr(self.config, "sliding_window", None)):
+            raise ValueError(
+                "attention_mask has zeros between the tokens of a row; with sliding windows or linear attention that can't be "
+                "run in chunks: move the padding to one side"
+            )
+
 
 def rows_layout(valid_BS: Tensor, positions_BS: Tensor | None, packed: bool) -> Layout:
     """Layout of padded rows: one segment per row, or per packed document where position ids restart."""
@@ -325,7 +359,8 @@ def rows_layout(valid_BS: Tensor, positions_BS: Tensor | None, packed: bool) -> 
         count = int(valid.sum())
         if count == 0:
             continue
-        positions = torch.arange(count) if positions_BS is None else positions_BS[row][valid]
+        index = valid.nonzero().squeeze(1)
+        positions = index - index[0] if positions_BS is None else positions_BS[row][valid]
         cuts = [0, count]
         if packed and positions_BS is not None:
             cuts = [0, *((torch.diff(positions) != 1).nonzero().squeeze(1) + 1).tolist(), count]
@@ -364,6 +399,10 @@ def causal_lm(model: nn.Module) -> Any:
         raise UnsupportedModelError(
             f"{type(model).__name__} is no Transformers causal language model (it has no get_decoder)"
         )
+    if getattr(model, "get_output_embeddings", lambda: None)() is None:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no language-model head; give the causal language model that it belongs to"
+        )
     return model
 
 
@@ -398,6 +437,13 @@ def enable(
         ParityError: loss or gradients differ from stock by more than the dtype's rounding.
     """
     options = resolve(chunk, offload, save_attention)
+    adapters = getattr(model, "peft_config", None)
+    for name, adapter in adapters.items() if isinstance(adapters, dict) else ():
+        if getattr(adapter, "is_prompt_learning", False):
+            raise UnsupportedModelError(
+                f"adapter {name!r} is of type {adapter.peft_type}, which adds virtual tokens or keys outside the layers; chunked "
+                "execution supports adapters inside them, such as LoRA. Train it with stock TRL."
+            )
     engine = engine_of(model)
     if engine is None:
         engine = Engine(model, options)

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from ..attention import KeyValues
 from ..attention.op import wide_dtype
@@ -38,7 +39,7 @@ class Run:
         lease: host memory for what is kept; None keeps it on the device.
         save_attention: keep attention outputs too, so that the backward does not compute them again.
         fuse: run layers of known families by their hand-written form.
-        replay_dropout: restore each chunk's random state in the backward.
+        replay_random: restore each chunk's random state in the backward (dropout, router jitter).
         routers: layer index -> router module whose logits are wanted for the load-balancing loss.
         router_logits: [T, E] of each MoE layer, differentiable.
         resumed: puts the model's attention back to chunks while a backward recomputes.
@@ -56,7 +57,7 @@ class Run:
     backward: bool
     save_attention: bool
     fuse: bool
-    replay_dropout: bool
+    replay_random: bool
     resumed: Callable[[Run], contextlib.AbstractContextManager[None]]
     routers: dict[int, nn.Module] = field(default_factory=dict)
     lease: Lease | None = None
@@ -194,7 +195,7 @@ def _forward(call: LayerCall, hidden: Tensor, kept: Kept | None) -> tuple[Tensor
     for i, chunk in enumerate(memory.chunks):
         wanted = call.needs_output(chunk)
         if kept is not None:
-            kept.rng.append(_rng_state(hidden.device) if run.replay_dropout else None)
+            kept.rng.append(rng_state(hidden.device) if run.replay_random else None)
         if not wanted and not chunk.is_context:
             continue
         chunk_out = _chunk_forward(call, i, hidden[:, chunk.start : chunk.stop], fused, kept, wanted)
@@ -251,12 +252,18 @@ class _ChunkedLayer(torch.autograd.Function):
         return _forward(call, hidden, kept)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, drouter_TE: Tensor | None):
         call: LayerCall = ctx.call
         run, memory = call.run, call.memory
         autocast = torch.autocast(ctx.autocast[0], dtype=ctx.autocast[1]) if ctx.autocast else contextlib.nullcontext()
-        kept = run.kept.pop(call.index)
-        rng_now = _rng_state(ctx.like.device) if run.replay_dropout else None
+        kept = run.kept.pop(call.index, None)
+        if kept is None:
+            raise RuntimeError(
+                "a second backward through the same chunked forward: what it kept is gone. Add the losses and call backward "
+                "once, or compute the log-probs again"
+            )
+        rng_now = rng_state(ctx.like.device) if run.replay_random else None
         dhidden = None
         if ctx.needs_input_grad[2]:
             if dout is not None and dout.data_ptr() == run.gradient_row and dout.shape[1] == run.layout.tokens:
@@ -273,7 +280,7 @@ class _ChunkedLayer(torch.autograd.Function):
         below = run.kept.get(call.index - 1)
         if below is not None:
             below.prefetch(0, attention=False)
-        _set_rng_state(rng_now)
+        set_rng_state(rng_now)
         return None, None, dhidden, *step.dparams.done()
 
 
@@ -303,7 +310,7 @@ class _Step:
             if self.fused is not None:
                 self.fused.store_keys(hidden[0], call.cos_sin(chunk), call.run.kv, chunk)
                 continue
-            _set_rng_state(self.kept.rng[i])
+            set_rng_state(self.kept.rng[i])
             with torch.no_grad():
                 call.on(i, hidden, memory.open(i, stop=True))
 
@@ -349,7 +356,7 @@ class _Step:
 
     def _autograd(self, i: int, hidden: Tensor, saved: Any, wanted: bool) -> Tensor | None:
         call, memory, chunk = self.call, self.call.memory, self.call.memory.chunks[i]
-        _set_rng_state(self.kept.rng[i])
+        set_rng_state(self.kept.rng[i])
         hidden = hidden.detach().requires_grad_(self.dhidden is not None)
         handed = memory.open(i, stop=not wanted and memory.stops_early, track=True, saved=saved)
         with torch.enable_grad():
@@ -417,11 +424,11 @@ def _alias(x: Tensor) -> Tensor:
     return x.new_empty(0).set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride())
 
 
-def _rng_state(device: torch.device) -> tuple[torch.device, Tensor]:
+def rng_state(device: torch.device) -> tuple[torch.device, Tensor]:
     return device, torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
-def _set_rng_state(state: tuple[torch.device, Tensor] | None) -> None:
+def set_rng_state(state: tuple[torch.device, Tensor] | None) -> None:
     if state is None:
         return
     device, bits = state

@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from ..attention.op import wide_dtype
 from ..kernels.logprob import row_logprob, row_logprob_backward
 from .install import Engine, enable, engine_of
-from .layer import ParamGrads
+from .layer import ParamGrads, rng_state, set_rng_state
 from .tree import ROOT, TokenTree
 
 LOGITS_AT_ONCE = (1 << 24, 1 << 26)  # elements of one slice of logits, on a CPU and on a GPU
@@ -144,8 +145,10 @@ class _HeadLogprobs(torch.autograd.Function):
         device = hidden_RH.device.type
         ctx.autocast = (device, torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None
         parts = []
+        ctx.rng = []  # dropout of an adapter on the head is replayed
         for at in range(0, len(hidden_RH), head.rows):
             part = slice(at, at + head.rows)
+            ctx.rng.append(rng_state(hidden_RH.device) if head.module.training else None)
             logits_CV = head.module(hidden_RH[part])
             parts.append(row_logprob(logits_CV, labels_R[part], head.divisor, head.softcap, head.entropy))
             del logits_CV
@@ -159,14 +162,17 @@ class _HeadLogprobs(torch.autograd.Function):
         return logprobs_R, entropies_R
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dlogprobs_R: Tensor, dentropies_R: Tensor):
         hidden_RH, labels_R, lse_R, entropies_R = ctx.saved_tensors
         head: _Head = ctx.head
         dhidden_RH = torch.zeros_like(hidden_RH)
         dparams = ParamGrads(ctx.params)
         autocast = torch.autocast(ctx.autocast[0], dtype=ctx.autocast[1]) if ctx.autocast else contextlib.nullcontext()
-        for at in range(0, len(hidden_RH), head.rows):
+        now = rng_state(hidden_RH.device) if head.module.training else None
+        for number, at in enumerate(range(0, len(hidden_RH), head.rows)):
             part = slice(at, at + head.rows)
+            set_rng_state(ctx.rng[number])
             h_CH = hidden_RH[part].detach().requires_grad_()
             with torch.enable_grad(), autocast:
                 logits_CV = head.module(h_CH)
@@ -186,6 +192,7 @@ class _HeadLogprobs(torch.autograd.Function):
             del logits_CV, dlogits_CV
             dhidden_RH[part] = dh_CH
             dparams.add(grads)
+        set_rng_state(now)
         return dhidden_RH, None, None, *dparams.done()
 
 
