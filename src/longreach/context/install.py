@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,8 +24,9 @@ from ..attention import AttentionSpec, attention
 from .kv import CHUNK_KWARG, ChunkContext
 from .layer import LayerCall, Run, run_layer
 from .offload import POLICIES, HostPool
+from .rows import check_holes, rows_layout, to_rows
 from .support import TESTED, UnsupportedModelError, check_supported, check_window
-from .tree import Layout, Segment, TokenTree
+from .tree import Layout
 
 logger = logging.getLogger(__name__)
 
@@ -268,9 +268,9 @@ class Engine:
         if scatter is None:
             run.hidden = hidden
         else:
-            hidden = _to_rows(hidden[0], *scatter)
+            hidden = to_rows(hidden[0], *scatter)
             if run.router_logits:
-                output.router_logits = tuple(_to_rows(x, *scatter).flatten(0, 1) for x in run.router_logits)
+                output.router_logits = tuple(to_rows(x, *scatter).flatten(0, 1) for x in run.router_logits)
                 run.router_logits = []
         output.last_hidden_state = hidden
         return output
@@ -322,7 +322,7 @@ class Engine:
         if positions is not None and positions.ndim == 3:
             raise ValueError("position_ids of three dimensions (image or video positions) can't run in chunks")
         valid = torch.ones(B, S, dtype=torch.bool) if mask is None else mask.bool().cpu()
-        self._check_holes(valid)
+        check_holes(self.config, valid)
         layout = rows_layout(valid, None if positions is None else positions.expand(B, S).cpu(), mask is None)
         self._scatter = (valid.flatten().nonzero().squeeze(1).to(given.device), B, S)
         take = self._scatter[0]
@@ -339,40 +339,6 @@ class Engine:
         if not self.routers:
             del kwargs["output_router_logits"]
         return args, kwargs, run
-
-    def _check_holes(self, valid_BS: Tensor) -> None:
-        """Padding inside a row: fine where only positions count, not where distance in the row does."""
-        first, last = valid_BS.int().argmax(1), valid_BS.shape[1] - valid_BS.flip(1).int().argmax(1)
-        holes = bool((valid_BS.any(1) & (last - first != valid_BS.sum(1))).any())
-        kinds = set(getattr(self.config, "layer_types", None) or ()) - {"full_attention"}
-        if holes and (kinds or getattr(self.config, "sliding_window", None)):
-            raise ValueError(
-                "attention_mask has zeros between the tokens of a row; with sliding windows or linear attention that can't be "
-                "run in chunks: move the padding to one side"
-            )
-
-
-def rows_layout(valid_BS: Tensor, positions_BS: Tensor | None, packed: bool) -> Layout:
-    """Layout of padded rows: one segment per row, or per packed document where position ids restart."""
-    segments = []
-    for row, valid in enumerate(valid_BS):
-        count = int(valid.sum())
-        if count == 0:
-            continue
-        index = valid.nonzero().squeeze(1)
-        positions = index - index[0] if positions_BS is None else positions_BS[row][valid]
-        cuts = [0, count]
-        if packed and positions_BS is not None:
-            cuts = [0, *((torch.diff(positions) != 1).nonzero().squeeze(1) + 1).tolist(), count]
-        for a, b in itertools.pairwise(cuts):
-            nobody = torch.zeros(b - a, dtype=torch.int64)
-            segments.append(Segment(nobody, nobody, positions=positions[a:b]))
-    return TokenTree(segments).layout
-
-
-def _to_rows(x_TE: Tensor, take: Tensor, B: int, S: int) -> Tensor:
-    """[T, …] packed -> [B, S, …], zeros at padding."""
-    return x_TE.new_zeros(B * S, *x_TE.shape[1:]).index_copy(0, take, x_TE).unflatten(0, (B, S))
 
 
 def _compute_dtype(hidden: Tensor) -> torch.dtype:
