@@ -1,6 +1,6 @@
 """The file ``longreach train`` reads: which keys there are, in sections or flat, and what may stand in them.
 
-``method``, ``model``, ``reward``, ``data`` and ``lora`` are ours. Every other key is a field of the trainer's config
+``method``, ``model``, ``reward``, ``data``, ``lora`` and ``monitor`` are ours. Every other key is a field of the trainer's config
 under TRL's own name, at the top level or below ``training``. The flat names of TRL's own scripts
 (``model_name_or_path``, ``dataset_name``, ``reward_funcs``, ``use_peft``, ``lora_r``, ...) are understood too.
 """
@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from longreach.cli.terminal import ConfigError, nearest
 
-SECTIONS = ("method", "model", "reward", "data", "lora", "training")
+SECTIONS = ("method", "model", "reward", "data", "lora", "monitor", "training")
 
 # TRL's flat names -> (section, key); a section that is one value has the key None.
 ALIASES: dict[str, tuple[str, str | None]] = {
@@ -62,6 +62,20 @@ class DataSection(_Section):
     seed: int = Field(default=0, ge=0)
 
 
+class MonitorSection(_Section):
+    """The watch on a GRPO run's rewards.
+
+    ``shadow``: a second reward, FILE:FUNCTION, that grades ``shadow_share`` of the completions again and pays nothing.
+    ``canary``: a boolean column of the data; such rows can't be solved honestly, count for nothing in the loss, and are an
+    alarm when they are paid. ``pause``: stop, with a checkpoint, when the shadow disagrees or a canary is paid.
+    """
+
+    shadow: str | None = None
+    shadow_share: float = Field(default=0.05, gt=0, le=1)
+    canary: str | None = None
+    pause: bool = False
+
+
 class TrainFile(_Section):
     """A checked config file. ``lora`` and ``training``, fields of PEFT's and the trainer's config, checked later."""
 
@@ -70,6 +84,7 @@ class TrainFile(_Section):
     data: DataSection
     reward: tuple[str, ...] = ()
     lora: dict[str, Any] | None = None
+    monitor: MonitorSection = MonitorSection()
     training: dict[str, Any] = Field(default_factory=dict)
 
 
@@ -120,6 +135,8 @@ def parse(raw: dict[str, Any], fields: dict[str, list[str]]) -> TrainFile:
         raise ConfigError("reward is missing; method grpo needs one: reward: path/to/file.py:function")
     if file.method == "sft" and file.reward:
         raise ConfigError(f"reward={list(file.reward)}: method sft takes no reward; remove it or use method: grpo")
+    if file.method == "sft" and "monitor" in sections:
+        raise ConfigError("monitor: method sft has no rewards to watch; remove the section or use method: grpo")
     return file
 
 
@@ -199,7 +216,9 @@ def _explain(item: Any) -> str:
     """One of pydantic's findings in the words of this package."""
     name = ".".join(str(part) for part in item["loc"])
     if item["type"] == "extra_forbidden":
-        sections: dict[str, type[BaseModel]] = {"model": ModelSection, "data": DataSection}
+        sections: dict[str, type[BaseModel]] = {
+            "model": ModelSection, "data": DataSection, "monitor": MonitorSection,
+        }  # fmt: skip
         section = sections.get(str(item["loc"][0]), TrainFile)
         return f"unknown key {name!r}{nearest(str(item['loc'][-1]), list(section.model_fields))}"
     if item["type"] == "missing":

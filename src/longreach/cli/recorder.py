@@ -39,13 +39,17 @@ class Recorder(TrainerCallback):
         log: where records go.
         display: shown every record as it is written.
         monitor: shown every step's completions and rewards for signs of gaming, or None.
+        canary: name of the data's boolean column of canaries: their rewards are watched and not paid, or None.
 
     Attributes:
         steps, evals, alarms: what was recorded since the start of the program.
     """
 
-    def __init__(self, log: LogWriter, display: Display, monitor: Monitor | None = None) -> None:
-        self.log, self.display, self.monitor = log, display, monitor
+    def __init__(
+        self, log: LogWriter, display: Display, monitor: Monitor | None = None, canary: str | None = None
+    ) -> None:
+        self.log, self.display, self.monitor, self.canary = log, display, monitor, canary
+        self.paused = False
         self.steps: list[Record] = []
         self.evals: list[Record] = []
         self.alarms: list[Record] = []
@@ -68,22 +72,29 @@ class Recorder(TrainerCallback):
         async def asynchronous(*args: Any, **kwargs: Any) -> Any:
             values = await reward(*args, **kwargs)
             self._saw(name, values, kwargs)
-            return values
+            return self._payable(values, kwargs)
 
         def synchronous(*args: Any, **kwargs: Any) -> Any:
             values = reward(*args, **kwargs)
             self._saw(name, values, kwargs)
-            return values
+            return self._payable(values, kwargs)
 
         watched: Callable[..., Any] = asynchronous if is_async(reward) else synchronous
         watched.__name__ = name  # the trainer names its metrics after it
         return watched
 
+    def _payable(self, values: Any, call: dict[str, Any]) -> Any:
+        """What the trainer is told: nothing for canaries, so that they have no weight in the loss."""
+        flags = call.get(self.canary) if self.canary is not None else None
+        if flags is None or not hasattr(values, "__len__") or len(values) != len(flags):
+            return values
+        return [None if flag else value for flag, value in zip(flags, values)]
+
     def _saw(self, name: str, values: Any, call: dict[str, Any]) -> None:
         completions = call["completions"]
         # The functions of one batch are called with the same list: that is how their rewards are put together.
         if not self._batches or self._batches[-1].completions is not completions:
-            self._batches.append(_Batch(call["prompts"], completions, call.get("completion_ids")))
+            self._batches.append(_Batch(call["prompts"], completions, call.get("completion_ids"), _columns(call)))
         if hasattr(values, "__len__") and len(values) == len(completions):
             self._batches[-1].rewards[name] = [None if value is None else float(value) for value in values]
 
@@ -128,6 +139,9 @@ class Recorder(TrainerCallback):
             self._write_eval(state, logs)
         elif "train_runtime" not in logs:  # that is the trainer's own summary, not a step
             self._write_step(state, logs)
+            if self.monitor is not None and self.monitor.should_pause and not self.paused:
+                self.paused = control.should_save = control.should_training_stop = True
+                self.display.say("paused by the monitor: look at the alarms and completions, then go on with --resume")
 
     def _write_step(self, state: TrainerState, logs: dict[str, Any]) -> None:
         record: Record = {"type": "step", "step": state.global_step, "total_steps": state.max_steps}
@@ -165,7 +179,12 @@ class Recorder(TrainerCallback):
         paid = [None if _unpaid(sample) else _total(sample) for sample in samples]
         prompts = [sample["prompt"] for sample in samples]
         completions = [sample["completion"] for sample in samples]
-        return [alarm.to_json() for alarm in self.monitor.observe(step, prompts, completions, paid, components)]
+        columns = {name: [sample["columns"][name] for sample in samples] for name in samples[0]["columns"]}
+        canary = [bool(flag) for flag in columns[self.canary]] if self.canary in columns else None
+        found = self.monitor.observe(
+            step, prompts, completions, paid, components, canary=canary, columns=columns
+        )  # fmt: skip
+        return [alarm.to_json() for alarm in found]
 
     def _write_eval(self, state: TrainerState, logs: dict[str, Any]) -> None:
         record: Record = {"type": "eval", "step": state.global_step, "seconds": self.seconds}
@@ -190,8 +209,10 @@ class Recorder(TrainerCallback):
 class _Batch:
     """One batch as the reward functions saw it."""
 
-    def __init__(self, prompts: Sequence[Any], completions: Sequence[Any], ids: Sequence[Any] | None) -> None:
-        self.prompts, self.completions, self.ids = prompts, completions, ids
+    def __init__(
+        self, prompts: Sequence[Any], completions: Sequence[Any], ids: Sequence[Any] | None, columns: dict[str, Any]
+    ) -> None:
+        self.prompts, self.completions, self.ids, self.columns = prompts, completions, ids, columns
         self.rewards: dict[str, list[float | None]] = {}
 
     def samples(self) -> list[Record]:
@@ -201,14 +222,22 @@ class _Batch:
                 "completion": self.completions[i],
                 "rewards": {name: values[i] for name, values in self.rewards.items()},
                 "tokens": len(self.ids[i]) if self.ids is not None else None,
+                "columns": {name: values[i] for name, values in self.columns.items()},
             }
             for i in range(len(self.completions))
         ]
 
 
+def _columns(call: dict[str, Any]) -> dict[str, Any]:
+    """The data's columns among a reward's arguments."""
+    count = len(call["completions"])
+    own = ("prompts", "completions", "completion_ids", "environments")
+    return {k: v for k, v in call.items() if k not in own and isinstance(v, (list, tuple)) and len(v) == count}
+
+
 def _kept(sample: Record) -> Record:
     return {
-        **sample,
+        **{k: v for k, v in sample.items() if k != "columns"},
         "prompt": shortened(sample["prompt"], KEPT_HEAD, KEPT_TAIL),
         "completion": shortened(sample["completion"], KEPT_COMPLETION // 2, KEPT_COMPLETION // 2),
     }

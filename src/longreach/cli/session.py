@@ -70,9 +70,10 @@ def run(
     Args:
         trainer: a Transformers trainer which has ``recorder`` among its callbacks.
         resume: checkpoint to go on from.
-        how_to_resume: the command to show after Ctrl-C.
+        how_to_resume: the command to show after such an end.
 
-    Ctrl-C ends the run after its step, with a checkpoint. Any exception passes through once the footer is written.
+    Ctrl-C, or a pause that the monitor asks for, ends the run after its step, with a checkpoint. Any exception passes
+    through once the footer is written.
     """
     interrupt = InterruptCallback()
     trainer.add_callback(interrupt)
@@ -82,11 +83,13 @@ def run(
         status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
         _finish(recorder, trainer, status, error=f"{type(error).__name__}: {error}".strip(": "))
         raise
-    status = "interrupted" if interrupt.interrupted else "finished"
+    stopped = interrupt.interrupted or recorder.paused
+    status = "interrupted" if stopped else "finished"
     page = _finish(recorder, trainer, status)
     show_summary(console, recorder, status, page)
-    if interrupt.interrupted:
-        console.print(f"checkpoint saved: {interrupt.checkpoint}", markup=False, soft_wrap=True)
+    if stopped:
+        saved = checkpoints(recorder.log.path.parent)
+        console.print(f"checkpoint saved: {saved[-1] if saved else None}", markup=False, soft_wrap=True)
         console.print(f"to go on: {how_to_resume}", markup=False, soft_wrap=True)
     return Outcome(status, trainer.state.global_step, page)
 

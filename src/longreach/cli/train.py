@@ -49,6 +49,7 @@ class Job:
     arguments: Any
     lora: Any
     rewards: list[Any]
+    shadow: Any
     train: Dataset
     held_out: Dataset | None
     resume: Path | None
@@ -72,7 +73,7 @@ def prepare(path: Path, *, resume: bool = False, overwrite: bool = False) -> Job
     raw = read_file(path)  # before the heavy imports: a wrong path is said at once
     from longreach.cli import fields
     from longreach.cli.data import load_data
-    from longreach.cli.reward_file import load_rewards, try_rewards
+    from longreach.cli.reward_file import load_reward, load_rewards, try_rewards
     from longreach.trainers.config import GRPOConfig, SFTConfig
 
     classes: dict[str, type] = {"grpo": GRPOConfig, "sft": SFTConfig}
@@ -82,8 +83,12 @@ def prepare(path: Path, *, resume: bool = False, overwrite: bool = False) -> Job
     lora = _lora(file.lora)
     train, held_out = load_data(file.data, file.method, path.parent)
     arguments = _arguments(classes[file.method], file, path, held_out=held_out is not None, resume=resume)
+    shadow = load_reward(file.monitor.shadow, path.parent) if file.monitor.shadow is not None else None
     if rewards:
-        try_rewards(rewards, file.reward, [train[i] for i in range(min(2, len(train)))])
+        graders = rewards if shadow is None else [*rewards, shadow]
+        names = file.reward if file.monitor.shadow is None else (*file.reward, file.monitor.shadow)
+        try_rewards(graders, names, [train[i] for i in range(min(2, len(train)))])
+    _check_canary(file.monitor.canary, train)
     output = Path(arguments.output_dir)
     if not resume and not overwrite and (output / "log.jsonl").exists():
         raise ConfigError(
@@ -91,7 +96,20 @@ def prepare(path: Path, *, resume: bool = False, overwrite: bool = False) -> Job
             "replace it, or name another output_dir"
         )
     checkpoint = resumable(output) if resume else None
-    return Job(path, file, model, arguments, lora, rewards, train, held_out, checkpoint)
+    return Job(path, file, model, arguments, lora, rewards, shadow, train, held_out, checkpoint)
+
+
+def _check_canary(column: str | None, train: Dataset) -> None:
+    from longreach.cli.terminal import ConfigError, nearest
+
+    if column is None:
+        return
+    if column not in train.column_names:
+        raise ConfigError(
+            f"monitor.canary={column!r}: the data has no such column{nearest(column, train.column_names)}"
+        )
+    if not isinstance(train[0][column], bool):
+        raise ConfigError(f"monitor.canary={column!r}: must hold true or false in every row, not {train[0][column]!r}")
 
 
 def _model(name: str, base: Path) -> str:
@@ -153,15 +171,13 @@ def execute(job: Job, screen: Any) -> str:
     from longreach.cli.recorder import Recorder
     from longreach.cli.runlog import LogWriter
     from longreach.cli.terminal import fail
-    from longreach.rewards.monitor import Monitor
 
     session.quiet_libraries()
     output = Path(job.arguments.output_dir)
     if job.resume is None:
         _clear(output)
     log = LogWriter(output, fresh=job.resume is None)
-    monitor = Monitor() if job.file.method == "grpo" else None
-    recorder = Recorder(log, display_for(screen), monitor)
+    recorder = Recorder(log, display_for(screen), _monitor(job, output), job.file.monitor.canary)
     try:
         trainer = _trainer(job, recorder)
     except (ValueError, OSError) as error:
@@ -175,6 +191,17 @@ def execute(job: Job, screen: Any) -> str:
         trainer.save_model(str(output))
         screen.print(f"model saved in {output}", soft_wrap=True)
     return outcome.status
+
+
+def _monitor(job: Job, output: Path) -> Any:
+    """The watch on the rewards, with the best completions archived beside the log; None without rewards."""
+    if job.file.method != "grpo":
+        return None
+    from longreach.rewards.monitor import Monitor, MonitorConfig
+
+    section = job.file.monitor
+    config = MonitorConfig(shadow_share=section.shadow_share, pause=section.pause)
+    return Monitor(config, shadow=job.shadow, archive=str(output / "best_completions.jsonl"))
 
 
 def _clear(output: Path) -> None:
