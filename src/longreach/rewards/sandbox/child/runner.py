@@ -96,7 +96,7 @@ def serve_calls(fd: int) -> None:
     except BaseException as error:
         _reply(fd, nonce, FAILED, _describe(error))
         return
-    gc.collect()
+    gc.freeze()  # what loading made is never scanned again; collecting here would touch, and so copy, shared pages
     _reply(fd, nonce, OK, b"")
     while True:
         try:
