@@ -166,7 +166,7 @@ class Engine:
         if offload is None:
             offload = "host" if weight.is_cuda and inputs > KEEP_ON_DEVICE else "none"
         if save is None:
-            room = HOST_SHARE * _host_bytes() if offload == "host" else KEEP_ON_DEVICE
+            room = HOST_SHARE * psutil.virtual_memory().total if offload == "host" else KEEP_ON_DEVICE
             save = weight.is_cuda and inputs + attended <= room
         # A quarter of the tokens: at short context a whole chunk's workspace would be most of the memory.
         chunk = min(max(tokens // 4 // 1024 * 1024, AUTO_CHUNK[0]), AUTO_CHUNK[1])
@@ -182,11 +182,11 @@ class Engine:
             self.run, self.config._attn_implementation = kept
 
     @contextlib.contextmanager
-    def expecting(self, run: Run) -> Iterator[Run]:
+    def expecting(self, run: Run) -> Iterator[None]:
         """The next forward of the decoder computes this run."""
         self.pending = run
         try:
-            yield run
+            yield
         finally:
             self.pending = None
 
@@ -335,9 +335,8 @@ class Engine:
         wants_router = kwargs.pop("output_router_logits", None)
         wants_router = getattr(self.config, "output_router_logits", False) if wants_router is None else wants_router
         run = self.make_run(layout, compact=False, backward=torch.is_grad_enabled(), router_logits=bool(wants_router))
-        kwargs["output_router_logits"] = False
-        if not self.routers:
-            del kwargs["output_router_logits"]
+        if self.routers:
+            kwargs["output_router_logits"] = False
         return args, kwargs, run
 
 
@@ -436,7 +435,3 @@ def resolve(chunk: int | str, offload: str, save_attention: bool | str) -> Optio
         None if offload == "auto" else offload,
         None if save_attention == "auto" else bool(save_attention),
     )
-
-
-def _host_bytes() -> int:
-    return psutil.virtual_memory().total

@@ -242,8 +242,7 @@ class _ChunkedLayer(torch.autograd.Function):
     def forward(ctx: Any, call: LayerCall, params: list[nn.Parameter], hidden: Tensor, *_params: Tensor):
         ctx.set_materialize_grads(False)
         ctx.call, ctx.params = call, params
-        device = hidden.device.type
-        ctx.autocast = (device, torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None
+        ctx.autocast = autocast_state(hidden.device)
         kept = Kept(call.run) if any(ctx.needs_input_grad) else None
         if kept is not None:
             call.run.kept[call.index] = kept
@@ -256,7 +255,6 @@ class _ChunkedLayer(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, drouter_TE: Tensor | None):
         call: LayerCall = ctx.call
         run, memory = call.run, call.memory
-        autocast = torch.autocast(ctx.autocast[0], dtype=ctx.autocast[1]) if ctx.autocast else contextlib.nullcontext()
         kept = run.kept.pop(call.index, None)
         if kept is None:
             raise RuntimeError(
@@ -272,7 +270,7 @@ class _ChunkedLayer(torch.autograd.Function):
                 dhidden = ctx.like.new_empty(1, run.layout.tokens, ctx.width)
             run.gradient_row = dhidden.data_ptr()
         step = _Step(call, call.fused(), kept, dout, drouter_TE, dhidden, ParamGrads(ctx.params))
-        with autocast, run.resumed(run):
+        with autocast_as(ctx.autocast), run.resumed(run):
             step.rebuild()
             memory.begin_backward()
             for i in reversed(range(len(memory.chunks))):
@@ -422,6 +420,15 @@ def _slice(x: Any, start: int, stop: int, total: int) -> Any:
 def _alias(x: Tensor) -> Tensor:
     """The same memory as a tensor that autograd knows nothing of."""
     return x.new_empty(0).set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride())
+
+
+def autocast_state(device: torch.device) -> tuple[str, torch.dtype] | None:
+    """What `autocast_as` needs to compute as now."""
+    return (device.type, torch.get_autocast_dtype(device.type)) if torch.is_autocast_enabled(device.type) else None
+
+
+def autocast_as(state: tuple[str, torch.dtype] | None) -> contextlib.AbstractContextManager[Any]:
+    return torch.autocast(state[0], dtype=state[1]) if state is not None else contextlib.nullcontext()
 
 
 def rng_state(device: torch.device) -> tuple[torch.device, Tensor]:

@@ -5,7 +5,6 @@ Shape suffixes: R labelled tokens, V vocabulary, C rows of one slice.
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from ..attention.op import wide_dtype
 from ..kernels.logprob import row_logprob, row_logprob_backward
 from .install import Engine, enable, engine_of
-from .layer import ParamGrads, rng_state, set_rng_state
+from .layer import ParamGrads, autocast_as, autocast_state, rng_state, set_rng_state
 from .tree import ROOT, TokenTree
 
 LOGITS_AT_ONCE = (1 << 24, 1 << 26)  # elements of one slice of logits, on a CPU and on a GPU
@@ -142,8 +141,7 @@ class _Head:
 class _HeadLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden_RH: Tensor, labels_R: Tensor, head: _Head, *params: Tensor):
-        device = hidden_RH.device.type
-        ctx.autocast = (device, torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None
+        ctx.autocast = autocast_state(hidden_RH.device)
         parts = []
         ctx.rng = []  # dropout of an adapter on the head is replayed
         for at in range(0, len(hidden_RH), head.rows):
@@ -168,13 +166,12 @@ class _HeadLogprobs(torch.autograd.Function):
         head: _Head = ctx.head
         dhidden_RH = torch.zeros_like(hidden_RH)
         dparams = ParamGrads(ctx.params)
-        autocast = torch.autocast(ctx.autocast[0], dtype=ctx.autocast[1]) if ctx.autocast else contextlib.nullcontext()
         now = rng_state(hidden_RH.device) if head.module.training else None
         for number, at in enumerate(range(0, len(hidden_RH), head.rows)):
             part = slice(at, at + head.rows)
             set_rng_state(ctx.rng[number])
             h_CH = hidden_RH[part].detach().requires_grad_()
-            with torch.enable_grad(), autocast:
+            with torch.enable_grad(), autocast_as(ctx.autocast):
                 logits_CV = head.module(h_CH)
             dentropy_C, entropy_C = (dentropies_R[part], entropies_R[part]) if head.entropy else (None, None)
             # Written over the logits, which the head's own backward does not read.
