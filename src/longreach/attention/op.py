@@ -6,6 +6,7 @@ K key/value heads, D query/key head size, W value head size.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch.autograd.function import once_differentiable
 
 from ..kernels import apply_sink, merge_blocks
 from .select import Backend, select
+
+Ranges = tuple[tuple[int, int], ...]  # of packed tokens, [start, stop) each
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class BlockCall:
 
     q0: int
     q1: int
-    keys: tuple[tuple[int, int], ...]
+    keys: Ranges
     cu_q: tuple[int, ...]
     cu_k: tuple[int, ...]
     causal: bool
@@ -41,8 +44,9 @@ class BlockCall:
 class KeyValues:
     """Keys and values of one layer for all packed tokens and, in a backward pass, what each is owed.
 
-    `k_TKD`, `v_TKW` in the model's dtype; `dk_TKD`, `dv_TKW` gradient sums in at least fp32, added in a fixed order.
-    The buffers are made when the first chunk shows the layer's shapes, and serve one layer after the other.
+    Keys and values are in the model's dtype; what they are owed is summed in at least fp32, in a fixed order. The buffers are
+    made when the first chunk shows the layer's shapes, and serve one layer after the other. This form keeps everything on the
+    model's device; `context.stream.HostKeyValues` keeps it in host memory.
     """
 
     def __init__(self, tokens: int) -> None:
@@ -50,24 +54,42 @@ class KeyValues:
         self._held: dict[str, Tensor] = {}
         self._zeroed = False
 
-    @property
-    def k_TKD(self) -> Tensor:
-        return self._held["k"]
-
-    @property
-    def v_TKW(self) -> Tensor:
-        return self._held["v"]
-
     def write(self, start: int, k_CKD: Tensor, v_CKW: Tensor) -> None:
+        """Store a chunk's keys and values."""
         for name, new in (("k", k_CKD), ("v", v_CKW)):
             buffer = self._buffer(name, (self.tokens, *new.shape[1:]), new.dtype, new.device)
             buffer[start : start + len(new)] = new
+
+    def read(self, ranges: Ranges) -> tuple[Tensor, Tensor]:
+        """(k [N, K, D], v [N, K, W]) of ranges of packed tokens, one after the other."""
+        return _gather(self._held["k"], ranges), _gather(self._held["v"], ranges)
+
+    def prefetch(self, ranges: Ranges, owed: bool = False) -> None:
+        """Ranges that will be read next and, with `owed`, added to."""
 
     def begin_backward(self) -> None:
         """Forget the gradient sums; they are zeroed when first used."""
         self._zeroed = False
 
-    def grads(self) -> tuple[Tensor, Tensor]:
+    def begin_chunk(self, start: int, stop: int) -> None:
+        """The chunk [start, stop) is the one whose gradients are asked for next."""
+
+    def add(self, ranges: Ranges, dk_NKD: Tensor, dv_NKW: Tensor) -> None:
+        """Add to what the keys and values of these ranges are owed."""
+        dk_TKD, dv_TKW = self._sums()
+        at = 0
+        for start, stop in ranges:
+            part = slice(at, at + stop - start)
+            dk_TKD[start:stop] += dk_NKD[part]
+            dv_TKW[start:stop] += dv_NKW[part]
+            at += stop - start
+
+    def owed(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Gradients of the keys and values of tokens [start, stop), in the dtype of the keys."""
+        dk_TKD, dv_TKW = self._sums()
+        return dk_TKD[start:stop].to(self._held["k"].dtype), dv_TKW[start:stop].to(self._held["v"].dtype)
+
+    def _sums(self) -> tuple[Tensor, Tensor]:
         """(dk_TKD, dv_TKW), the running sums of this layer's backward."""
         if not self._zeroed:
             for name in ("k", "v"):
@@ -75,11 +97,6 @@ class KeyValues:
                 self._buffer("d" + name, held.shape, wide_dtype(held.dtype), held.device).zero_()
             self._zeroed = True
         return self._held["dk"], self._held["dv"]
-
-    def owed(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Gradients of the keys and values of tokens [start, stop), in the dtype of the keys."""
-        dk_TKD, dv_TKW = self.grads()
-        return dk_TKD[start:stop].to(self.k_TKD.dtype), dv_TKW[start:stop].to(self.v_TKW.dtype)
 
     def _buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         held = self._held.get(name)
@@ -172,13 +189,15 @@ def attention_backward(
     Adds what earlier keys are owed to `spec.kv`.
     """
     kv = spec.kv
-    dk_TKD, dv_TKW = kv.grads()
-    wide = dk_TKD.dtype
+    kv.begin_chunk(spec.start, spec.start + len(q_CHD))
+    wide = wide_dtype(q_CHD.dtype)
     single = len(spec.calls) == 1
     dq_CHD = torch.empty(0) if single else torch.zeros(q_CHD.shape, dtype=wide, device=q_CHD.device)
-    for call in spec.calls:
+    for call, following in itertools.zip_longest(spec.calls, spec.calls[1:]):
         rows = slice(call.q0, call.q1)
-        k_NKD, v_NKW = _gather(kv.k_TKD, call), _gather(kv.v_TKW, call)
+        k_NKD, v_NKW = kv.read(call.keys)
+        if following is not None:
+            kv.prefetch(following.keys, owed=True)
         dq, dk, dv = _backend(spec, q_CHD, v_NKW, call).backward(
             dout_CHW[rows], q_CHD[rows], k_NKD, v_NKW, out_CHW[rows], lse_HC[:, rows], call.cu_q, call.cu_k,
             causal=call.causal, window=call.window, softcap=spec.softcap, scale=spec.scale,
@@ -187,13 +206,8 @@ def attention_backward(
             dq_CHD = dq
         else:
             dq_CHD[rows] += dq
-        at = 0
-        for start, stop in call.keys:
-            part = slice(at, at + stop - start)
-            dk_TKD[start:stop] += dk[part]
-            dv_TKW[start:stop] += dv[part]
-            at += stop - start
-        del dq, dk, dv  # before the next call makes its own
+        kv.add(call.keys, dk, dv)
+        del dq, dk, dv, k_NKD, v_NKW  # before the next call makes its own
     dsinks_H = None
     if sinks_H is not None:
         delta_HC = (dout_CHW.to(wide) * out_CHW.to(wide)).sum(-1).transpose(0, 1)
@@ -209,13 +223,16 @@ def _forward(q_CHD: Tensor, sinks_H: Tensor | None, spec: AttentionSpec) -> tupl
     # Rounded after every merge, so outputs wait in fp32 unless there is only one merge to come.
     wide = wide_dtype(q_CHD.dtype) if len(spec.calls) + (sinks_H is not None) > 2 else q_CHD.dtype
     out_CHW = lse_HC = None
-    for call in spec.calls:
+    for call, following in itertools.zip_longest(spec.calls, spec.calls[1:]):
         rows = slice(call.q0, call.q1)
-        v_NKW = _gather(kv.v_TKW, call)
+        k_NKD, v_NKW = kv.read(call.keys)
+        if following is not None:
+            kv.prefetch(following.keys)
         out, lse = _backend(spec, q_CHD, v_NKW, call).forward(
-            q_CHD[rows], _gather(kv.k_TKD, call), v_NKW, call.cu_q, call.cu_k,
+            q_CHD[rows], k_NKD, v_NKW, call.cu_q, call.cu_k,
             causal=call.causal, window=call.window, softcap=spec.softcap, scale=spec.scale,
         )  # fmt: skip
+        del k_NKD, v_NKW
         if out_CHW is None:
             # The first call is the chunk's own block: it covers every query, so all rows are set here.
             assert call.q0 == 0 and call.q1 == len(q_CHD)
@@ -229,10 +246,9 @@ def _forward(q_CHD: Tensor, sinks_H: Tensor | None, spec: AttentionSpec) -> tupl
     return out_CHW.to(q_CHD.dtype), lse_HC
 
 
-def _gather(x_TKD: Tensor, call: BlockCall) -> Tensor:
-    if len(call.keys) == 1:
-        return x_TKD[call.keys[0][0] : call.keys[0][1]]
-    return torch.cat([x_TKD[start:stop] for start, stop in call.keys])
+def _gather(x_TKD: Tensor, ranges: Ranges) -> Tensor:
+    parts = [x_TKD[start:stop] for start, stop in ranges]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _backend(spec: AttentionSpec, q_CHD: Tensor, v_NKW: Tensor, call: BlockCall) -> Backend:
