@@ -253,3 +253,49 @@ def _scaled(logits_CV: Tensor, temperature: float, softcap: float | None) -> tup
         return x / temperature, 1 / temperature
     t = torch.tanh(x / softcap)
     return softcap * t / temperature, (1 - t * t) / temperature
+
+
+# --- dequant ------------------------------------------------------------------------------------------------------
+
+# The 16 quantiles of a normal distribution, scaled to [-1, 1], of QLoRA (arXiv 2305.14314, appendix E), and the values of
+# the float format e2m1 (OCP Microscaling Formats 1.0, section 5.3.3), both by code.
+NF4_VALUES = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+
+NESTED_BLOCK = 256  # scales that share a scale of their own
+SLICE = 2**22  # weights that are worked on at once
+
+
+def dequantize_nf4(
+    codes: Tensor, absmax: Tensor, out: Tensor, *, block: int = 64, nested: tuple[Tensor, Tensor, Tensor] | None = None
+) -> Tensor:
+    codes, flat = codes.reshape(-1), out.view(-1)
+    if nested is not None:
+        outer, table, offset = nested
+        absmax = table[absmax.long()] * outer.repeat_interleave(NESTED_BLOCK)[: len(absmax)] + offset
+    values = torch.tensor(NF4_VALUES, dtype=torch.float32, device=codes.device)
+    # Some blocks at a time: indices take eight bytes a code.
+    step = block * max(1, SLICE // block)
+    for start in range(0, len(flat), step):
+        part = codes[start // 2 : (start + step) // 2].long()
+        value = values[torch.stack((part >> 4, part & 15), -1).view(-1)][: len(flat) - start]
+        scale = absmax[start // block : (start + step) // block].repeat_interleave(block)[: len(value)]
+        flat[start : start + step] = value * scale
+    return out
+
+
+def dequantize_mxfp4(codes: Tensor, scales: Tensor, out: Tensor) -> Tensor:
+    wide_dtype = torch.float64 if out.dtype == torch.float64 else torch.float32
+    values = torch.tensor(E2M1_VALUES, dtype=wide_dtype, device=codes.device)
+    codes, scales, flat = codes.reshape(-1, 16), scales.reshape(-1, 1), out.view(-1, 32)
+    rows = SLICE // 32
+    for start in range(0, len(flat), rows):
+        part = codes[start : start + rows].long()
+        value = values[torch.stack((part & 15, part >> 4), -1).view(-1, 32)]
+        flat[start : start + rows] = value * torch.exp2(scales[start : start + rows].to(wide_dtype) - 127)
+    return out
