@@ -40,17 +40,21 @@ def _scale(scales_ptr, nested_ptr, map_ptr, offset_ptr, block_G, inside_G, KIND:
 @triton.jit(do_not_specialize=["count"])
 def _dequant_kernel(
     codes_ptr, scales_ptr, nested_ptr, map_ptr, offset_ptr, table_ptr, out_ptr, count,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, KIND: tl.constexpr, HIGH_FIRST: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, KIND: tl.constexpr, HIGH_FIRST: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     block_G = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
-    scale_G = _scale(scales_ptr, nested_ptr, map_ptr, offset_ptr, block_G, block_G * BLOCK < count, KIND)
+    inside_G = block_G * BLOCK < count
+    scale_G = _scale(scales_ptr, nested_ptr, map_ptr, offset_ptr, block_G, inside_G, KIND)
     pair_GP = block_G[:, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :]
-    byte_GP = tl.load(codes_ptr + pair_GP, mask=pair_GP * 2 < count, other=0).to(tl.int32)
+    at = block_G[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    if WHOLE:  # a mask that is the same along a block keeps accesses wide
+        mask_pairs, mask = inside_G[:, None], inside_G[:, None]
+    else:
+        mask_pairs, mask = pair_GP * 2 < count, at < count
+    byte_GP = tl.load(codes_ptr + pair_GP, mask=mask_pairs, other=0).to(tl.int32)
     first = tl.load(table_ptr + ((byte_GP >> 4) if HIGH_FIRST else (byte_GP & 15))) * scale_G[:, None]
     second = tl.load(table_ptr + ((byte_GP & 15) if HIGH_FIRST else (byte_GP >> 4))) * scale_G[:, None]
-    value = tl.interleave(first, second)
-    at = block_G[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    tl.store(out_ptr + at, value.to(out_ptr.dtype.element_ty), mask=at < count)
+    tl.store(out_ptr + at, tl.interleave(first, second).to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @functools.cache
@@ -62,7 +66,8 @@ def _run(codes: Tensor, scales: Tensor, nested: tuple[Tensor, ...], out: Tensor,
     blocks = max(1, WEIGHTS // block)
     launch(
         _dequant_kernel, (parts(out.numel(), blocks * block),), codes, scales, *nested, table, out, out.numel(),
-        BLOCK=block, BLOCKS=blocks, KIND=kind, HIGH_FIRST=kind != POWER_SCALE.value, num_warps=WARPS,
+        BLOCK=block, BLOCKS=blocks, KIND=kind, HIGH_FIRST=kind != POWER_SCALE.value, WHOLE=out.numel() % block == 0,
+        num_warps=WARPS,
         enable_fp_fusion=False,  # a scale's product and sum are rounded one after the other, as in the reference
     )  # fmt: skip
     return out
