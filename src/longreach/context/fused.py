@@ -48,6 +48,7 @@ FAMILIES = {
     "Gemma3DecoderLayer": Family(unit_offset=True, sandwich=True, activation="gelu_tanh"),
 }
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+SLEEPING = ("transformers.utils.output_capturing", __package__ + ".")  # modules whose hooks do not concern a chunk
 QKV, GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 
 
@@ -55,7 +56,7 @@ class FusedLayer:
     """One layer for one pass over its chunks; adapters are cast once. Made by `FusedLayer.of`."""
 
     def __init__(self, layer: Any, family: Family, linears: dict[str, Linear], dtype: torch.dtype) -> None:
-        self.family = family
+        self.family, self.dtype = family, dtype
         attention = layer.self_attn
         self.qkv = LinearGroup([linears[n] for n in QKV], dtype)
         self.kv_only = LinearGroup([linears[n] for n in QKV[1:]], dtype)
@@ -170,10 +171,10 @@ class FusedLayer:
         activation = self.family.activation
         x_CM, rstd = self._norm(h2_CM, self.norm_mlp)
         (gate_CF, up_CF), t_gate_up = self.gate_up.forward(x_CM)
-        d_down = dy_CM
+        down_CM = None
         if self.norm_after is not None:
             _, down_CM, _ = self._join(self.down, h2_CM, swiglu(gate_CF, up_CF, activation=activation), 1)
-            d_down = self._unjoin(dy_CM, down_CM, 1, grads)
+        d_down = self._unjoin(dy_CM, down_CM, 1, grads)
         dt_CR = self.down.low_rank_backward([d_down])
         dinner_CF = self.down.input_backward([d_down], dt_CR)
         # One pass: the gradients over gate and up, and the product again over its own gradient.
@@ -208,12 +209,14 @@ class FusedLayer:
         return x_CO.unflatten(-1, (-1, self.head_dim))
 
     def _norm(self, x_CM: Tensor, module: Any) -> tuple[Tensor, Tensor]:
-        return rms_norm(x_CM, module.weight, _eps(module), unit_offset=self.family.unit_offset)
+        """The norm in the dtype of matrix products, which a residual stream in fp32 does not have."""
+        out = None if x_CM.dtype == self.dtype else torch.empty_like(x_CM, dtype=self.dtype)
+        return rms_norm(x_CM, module.weight, _eps(module), unit_offset=self.family.unit_offset, out=out)
 
     def _norm_backward(
         self, dy_CM: Tensor, x_CM: Tensor, module: Any, rstd_C: Tensor, add: Tensor | None, grads: Grads
     ) -> Tensor:
-        """dx + add, in the memory of dy."""
+        """dx + add in the dtype of x, in the memory of dy where that has it too."""
         wanted = module.weight.requires_grad
         dx_CM, dweight = rms_norm_backward(
             dy_CM,
@@ -223,7 +226,7 @@ class FusedLayer:
             unit_offset=self.family.unit_offset,
             add=add,
             need_dweight=wanted,
-            out=dy_CM,
+            out=dy_CM if dy_CM.dtype == x_CM.dtype else torch.empty_like(x_CM),
         )
         if dweight is not None:
             grads[module.weight] = dweight
@@ -241,12 +244,13 @@ class FusedLayer:
         return residual_CM + normed, y_CM, t
 
     def _unjoin(self, d_CM: Tensor, y_CM: Tensor | None, which: int, grads: Grads) -> Tensor:
-        """Gradient at the group's output."""
+        """Gradient at the group's output, in the dtype of matrix products."""
         if self.norm_after is None or y_CM is None:
-            return d_CM
+            return d_CM.to(self.dtype)
         module = self.norm_after[which]
         _, rstd = self._norm(y_CM, module)
-        return self._norm_backward(d_CM.clone(), y_CM, module, rstd, None, grads)
+        d_CM = d_CM.clone() if d_CM.dtype == self.dtype else d_CM
+        return self._norm_backward(d_CM, y_CM, module, rstd, None, grads)
 
     def _rotate(self, q: Tensor | None, k: Tensor, cos_sin: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Any]:
         """Normed and rotated heads and the norms' statistics; without queries the keys take their place in the op."""
@@ -300,7 +304,7 @@ def _eps(module: Any) -> float:
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    """Hooks that a hand-written layer would skip; Transformers' own output recorders sleep unless asked for."""
+    """Hooks that a hand-written layer would skip; Transformers' output recorders sleep unless asked for, ours have acted."""
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values(), *module._backward_hooks.values()]
-    awake = [h for h in hooks if not getattr(h, "__module__", "").startswith("transformers.utils.output_capturing")]
+    awake = [h for h in hooks if not getattr(h, "__module__", "").startswith(SLEEPING)]
     return bool(awake) or hasattr(module, "_hf_hook")

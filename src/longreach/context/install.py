@@ -24,6 +24,7 @@ from ..attention import AttentionSpec, attention
 from .kv import CHUNK_KWARG, ChunkContext
 from .layer import LayerCall, Run, run_layer
 from .offload import POLICIES, HostPool
+from .precision import WideResidual, compute_dtype
 from .rows import check_holes, rows_layout, to_rows
 from .support import TESTED, UnsupportedModelError, check_supported, check_window
 from .tree import Layout
@@ -124,6 +125,7 @@ class Engine:
         self._restore: list[Any] = []
         self._scatter: tuple[Tensor, int, int] | None = None
         self.routers = self._find_routers()
+        self.precision = WideResidual(self.decoder, self.layers, self.config.model_type)  # its hooks come before ours
         self.decoder.register_forward_pre_hook(self._enter, with_kwargs=True)
         self.decoder.register_forward_hook(self._leave, always_call=True)
         for router in self.routers.values():
@@ -297,8 +299,9 @@ class Engine:
         cache_name = "cache" if "cache" in kwargs else "past_key_values"
         layer_types = getattr(self.config, "layer_types", None)
         linear = layer_types is not None and layer_types[index] == "linear_attention"
+        hidden = self.precision.widened(args[0])
         return run_layer(
-            LayerCall(self.run, index, layer, call, kwargs, linear, cache_name, _compute_dtype(args[0])), args[0]
+            LayerCall(self.run, index, layer, call, kwargs, linear, cache_name, compute_dtype(hidden)), hidden
         )
 
     # ---- a plain call of the user's: padded rows in, padded rows out, no padding in between
@@ -338,12 +341,6 @@ class Engine:
         if self.routers:
             kwargs["output_router_logits"] = False
         return args, kwargs, run
-
-
-def _compute_dtype(hidden: Tensor) -> torch.dtype:
-    """What matrix products run in: autocast's dtype, or the hidden state's."""
-    device = hidden.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
 
 
 def _leaves(x: Any) -> list[Any]:

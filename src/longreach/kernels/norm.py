@@ -22,10 +22,10 @@ def rms_norm(
         x_TH: [T, H]; any stride along T.
         weight_H: any float dtype.
         eps: added to the mean square.
-        out: where y goes, e.g. x itself; None for a new tensor.
+        out: where y goes, e.g. x itself; it may have another dtype than x. None for a new tensor.
 
     Returns:
-        y [T, H] in x's dtype; rstd [T], fp32 (fp64 for fp64), which `rms_norm_backward` takes.
+        y [T, H] in x's dtype, or out's; rstd [T], fp32 (fp64 for fp64), which `rms_norm_backward` takes.
     """
     _check("rms_norm", x_TH, weight_H, out=out)
     return implementation(x_TH, "norm").rms_norm(x_TH, weight_H, eps, unit_offset=unit_offset, out=out)

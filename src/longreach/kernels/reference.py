@@ -25,14 +25,15 @@ def _put(out: Tensor | None, value: Tensor) -> Tensor:
 def rms_norm(
     x_TH: Tensor, weight_H: Tensor, eps: float, *, unit_offset: bool = False, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
+    dtype = x_TH.dtype if out is None else out.dtype
     x = wide(x_TH)
     rstd_T = torch.rsqrt(x.square().mean(-1) + eps)
     xhat = x * rstd_T[:, None]
     if unit_offset:
         y = xhat * (1 + wide(weight_H))
     else:
-        y = wide(xhat.to(x_TH.dtype)) * wide(weight_H)
-    return _put(out, y.to(x_TH.dtype)), rstd_T
+        y = wide(xhat.to(dtype)) * wide(weight_H)
+    return _put(out, y.to(dtype)), rstd_T
 
 
 def add_rms_norm(
@@ -61,7 +62,7 @@ def rms_norm_backward(
     if add is not None:
         dx = dx + wide(add)
     target = out if out is not None else add
-    return _put(target, dx.to(x_TH.dtype)), dweight_H
+    return _put(target, dx if target is not None else dx.to(x_TH.dtype)), dweight_H
 
 
 # --- rope ---------------------------------------------------------------------------------------------------------

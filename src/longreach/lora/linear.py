@@ -87,6 +87,9 @@ class LinearGroup:
 
     def add_to(self, residual_CO: Tensor, x_CI: Tensor) -> tuple[Tensor, Tensor | None]:
         """residual + y of a group of one, without a tensor for y; and x A'."""
+        if residual_CO.dtype != x_CI.dtype:  # a residual stream in fp32 beside fp16 products
+            (y_CO,), t_CR = self.forward(x_CI)
+            return residual_CO + y_CO, t_CR
         (line,), (b_Or,) = self.linears, self.b_Or
         sum_CO = torch.addmm(residual_CO, x_CI, line.weight.t())
         if line.bias is not None:
