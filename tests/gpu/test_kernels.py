@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from longreach import kernels
 from longreach.kernels import dispatch
 from tests.kernels import cases
 
@@ -41,9 +42,9 @@ def test_same_bits_twice(name: str) -> None:
 
 
 def compiled() -> int:
-    from longreach.kernels.jit import logprob, merge, norm, rope, swiglu
+    from longreach.kernels.jit import experts, grouped, logprob, merge, norm, rope, swiglu
 
-    kernels = [x for module in (logprob, merge, norm, rope, swiglu) for x in vars(module).values()]
+    kernels = [x for module in (experts, grouped, logprob, merge, norm, rope, swiglu) for x in vars(module).values()]
     return sum(len(cache[0]) for x in kernels for cache in getattr(x, "device_caches", {}).values())
 
 
@@ -54,9 +55,11 @@ def compiled() -> int:
         lambda T: cases.rope(T, 128, 128, (8, 2), True),
         lambda T: cases.swiglu(T, 640, "silu"),
         lambda T: cases.merge(T, 4, 128, False),
+        lambda T: cases.experts(T, 2, 6, 640, kernels.Gating(True, 7.0, 1.702), True),
+        lambda T: cases.low_rank(T, 6, 640, 32),
         lambda T: cases.logprob(T, 9000, 1.0, None, True),
     ],
-    ids=["norm", "rope", "swiglu", "merge", "logprob"],
+    ids=["norm", "rope", "swiglu", "merge", "experts", "low-rank", "logprob"],
 )
 def test_new_lengths_compile_nothing(case) -> None:
     case(100)("cuda", torch.bfloat16)

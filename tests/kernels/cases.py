@@ -107,6 +107,45 @@ def merge(C: int, H: int, D: int, half_partials: bool) -> Case:
     return run
 
 
+def experts(T: int, k: int, E: int, F: int, gating: kernels.Gating, bias: bool) -> Case:
+    """The ops of a mixture of experts one after the other; two experts without a token, and at a small T one with one."""
+
+    def run(device: str, dtype: torch.dtype) -> list[Tensor]:
+        make = Maker(device, dtype)
+        free = torch.tensor([e for e in range(E) if e not in (0, E // 2)])
+        scores = torch.rand(T, len(free), generator=torch.Generator().manual_seed(5))
+        chosen = free[scores.topk(k).indices].to(device)
+        routing = kernels.route(chosen, E)
+        weight = make(T, k).abs()
+        gate_up, dh = make(T * k, 2 * F, scale=4.0), make(T * k, F)
+        biases = (routing.expert_S, make(E, 2 * F)) if bias else (None, None)
+        h = kernels.expert_swiglu(gate_up, gating, *biases)
+        weight_S = weight.flatten()[routing.place_Tk.flatten().argsort()]
+        dx, again, dweight = kernels.expert_swiglu_backward(dh, gate_up, weight_S, gating, *biases)
+        assert dx is gate_up and again is dh
+        out_bias = {"expert_Tk": chosen, "bias_EM": make(E, F)} if bias else {}
+        out = kernels.combine_rows(h, routing.place_Tk, weight, add=make(T, F), **out_bias)
+        back = kernels.combine_rows(make(T * k, F), routing.place_Tk)
+        return [h, dx, again, dweight, out, back]
+
+    return run
+
+
+def low_rank(T: int, E: int, width: int, rank: int) -> Case:
+    """Rows of odd loads, an empty first and an empty last expert among them."""
+
+    def run(device: str, dtype: torch.dtype) -> list[Tensor]:
+        make = Maker(device, dtype)
+        cuts = torch.randint(T + 1, (E - 2,), generator=torch.Generator().manual_seed(5)).sort().values
+        offsets = torch.cat([torch.tensor([0]), cuts, torch.tensor([T])]).int().to(device)
+        offsets[-2] = T
+        y, t, b = make(T, width), make(T, rank), make(E, rank, width)
+        assert kernels.add_low_rank(y, t, b, offsets, 0.5) is y
+        return [y]
+
+    return run
+
+
 def logprob(C: int, V: int, temperature: float, softcap: float | None, entropy: bool) -> Case:
     def run(device: str, dtype: torch.dtype) -> list[Tensor]:
         make = Maker(device, dtype)
@@ -137,6 +176,11 @@ def small() -> dict[str, Case]:
     for activation in ("silu", "gelu_tanh"):
         cases[f"swiglu-{activation}"] = swiglu(3, 2500, activation)
     cases["swiglu-narrow"] = swiglu(1, 40, "silu")
+    cases["experts-gpt-oss"] = experts(9, 3, 6, 40, kernels.Gating(True, 7.0, 1.702), True)
+    cases["experts-silu"] = experts(5, 2, 5, 1100, kernels.Gating(), False)
+    cases["experts-one-token"] = experts(1, 2, 4, 24, kernels.Gating(True, 1.5, 1.702), True)
+    cases["low-rank"] = low_rank(150, 5, 136, 32)
+    cases["low-rank-16"] = low_rank(3, 4, 40, 16)
     for D in (64, 80, 96, 128, 256):
         cases[f"merge-{D}"] = merge(37, 3, D, False)
     cases["merge-half"] = merge(2, 4, 128, True)
@@ -148,7 +192,7 @@ def small() -> dict[str, Case]:
 
 
 ODD = ("norm-80", "rope-80-32", "norm-rope-96-96", "norm-rope-128-96", "swiglu-narrow", "merge-80", "merge-half",
-       "logprob-8193", "logprob-softcap")  # fmt: skip
+       "experts-gpt-oss", "low-rank", "logprob-8193", "logprob-softcap")  # fmt: skip
 
 
 def odd() -> dict[str, Case]:
@@ -168,6 +212,9 @@ def large() -> dict[str, Case]:
     cases["rope-gpt-oss"] = rope(1021, 64, 64, (64, 8), False)
     cases["swiglu-qwen3-4b"] = swiglu(1021, 9728, "silu")
     cases["swiglu-gemma3-12b"] = swiglu(1021, 15360, "gelu_tanh")
+    cases["experts-gpt-oss-20b"] = experts(1021, 4, 32, 2880, kernels.Gating(True, 7.0, 1.702), True)
+    cases["experts-qwen3-30b"] = experts(509, 8, 128, 768, kernels.Gating(), False)
+    cases["low-rank-gpt-oss-20b"] = low_rank(4093, 32, 5760, 32)
     cases["merge-qwen3-4b"] = merge(1021, 32, 128, False)
     cases["logprob-qwen3"] = logprob(257, 151_936, 0.9, None, True)
     cases["logprob-gemma2"] = logprob(67, 256_000, 1.0, 30.0, True)

@@ -8,12 +8,13 @@ pytest.importorskip("triton", reason="triton isn't installed: there is nothing t
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
+from longreach import kernels
 from longreach.kernels import dispatch, jit
-from longreach.kernels.jit import logprob, merge, norm, rope, swiglu
+from longreach.kernels.jit import experts, grouped, logprob, merge, norm, rope, swiglu
 
 from . import cases
 
-TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int64: "i64"}
+TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int64: "i64", torch.int32: "i32"}
 OPTIONS = {"num_warps", "num_stages"}
 CASES = {
     "norm": cases.norm(2, 2560, False),
@@ -21,6 +22,8 @@ CASES = {
     "rope-partial": cases.rope(2, 96, 64, (32, 8), False),
     "swiglu": cases.swiglu(2, 9728, "silu"),
     "merge": cases.merge(3, 3, 128, False),
+    "experts": cases.experts(2, 2, 4, 2880, kernels.Gating(True, 7.0, 1.702), True),
+    "low-rank": cases.low_rank(70, 4, 5760, 32),
     "logprob": cases.logprob(2, 20_000, 1.0, 30.0, True),
 }
 
@@ -56,7 +59,7 @@ def test_compiles(name: str, capability: int, dtype: torch.dtype, monkeypatch: p
     def launch(kernel, grid, x, *args, **meta) -> None:
         kernels.append(built(kernel, (x, *args), meta, capability))
 
-    for module in (jit, logprob, merge, norm, rope, swiglu):
+    for module in (jit, experts, grouped, logprob, merge, norm, rope, swiglu):
         monkeypatch.setattr(module, "launch", launch)
     with dispatch.use("jit"):
         CASES[name]("cpu", dtype)

@@ -15,9 +15,14 @@ CASES = cases.small()
 EPSILON = {torch.float32: 4e-6, torch.float16: 2**-10, torch.bfloat16: 2**-6}
 
 
+# Triton's interpreter multiplies matrices of bf16 by their bits: that case waits for a GPU.
+NO_PRODUCT = ("low-rank", torch.bfloat16)
 # The half types differ from fp32 in their loads and roundings only: the least regular sizes show those.
 HALF = [
-    (name, dtype) for name in (*cases.ODD, "norm-2560", "norm-2304-gemma") for dtype in (torch.float16, torch.bfloat16)
+    (name, dtype)
+    for name in (*cases.ODD, "norm-2560", "norm-2304-gemma")
+    for dtype in (torch.float16, torch.bfloat16)
+    if (name, dtype) != NO_PRODUCT
 ]
 
 

@@ -162,6 +162,52 @@ def test_logprob(softcap: float | None) -> None:
     close([given], [grad])
 
 
+@pytest.mark.parametrize("interleaved, limit", [(True, 1.0), (False, None)], ids=["gpt-oss", "silu"])
+def test_experts(interleaved: bool, limit: float | None) -> None:
+    """Order, activation and weighted sum against the textbook loop, with gradients for weights and rows."""
+    T, k, E, F_ = 7, 3, 6, 8
+    chosen = torch.stack([torch.randperm(E - 1)[:k] for _ in range(T)])  # the last expert gets nothing
+    gating = kernels.Gating(interleaved, limit, 1.702 if limit else 1.0)
+    gate_up, bias, out_bias = double(T, k, 2 * F_), double(E, 2 * F_, grad=False), double(E, F_, grad=False)
+    weight, dy = double(T, k), double(T, F_, grad=False)
+
+    x = gate_up + bias[chosen]
+    gate, up = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
+    if limit is None:
+        inner = F.silu(gate) * up
+    else:
+        gate = gate.clamp(max=limit)
+        inner = (up.clamp(-limit, limit) + 1) * gate * torch.sigmoid(1.702 * gate)
+    expected = (weight[..., None] * (inner + out_bias[chosen])).sum(1)
+    grads = torch.autograd.grad(expected, (gate_up, weight), dy)
+
+    with torch.no_grad():
+        routing = kernels.route(chosen, E)
+        assert torch.equal(routing.expert_S, chosen.flatten().sort().values) and routing.offsets_E[-1] == T * k
+        assert torch.equal(routing.row_S[routing.place_Tk], torch.arange(T)[:, None].expand(T, k))
+        order = routing.place_Tk.flatten().argsort()
+        rows = gate_up.flatten(0, 1)[order]
+        h = kernels.expert_swiglu(rows, gating, routing.expert_S, bias)
+        out = kernels.combine_rows(h, routing.place_Tk, weight, expert_Tk=chosen, bias_EM=out_bias)
+        dh = dy[routing.row_S]
+        dx, again, dweight = kernels.expert_swiglu_backward(
+            dh, rows, weight.flatten()[order], gating, routing.expert_S, bias
+        )
+        dweight = dweight[routing.place_Tk] + (dy @ out_bias.t()).gather(1, chosen)
+    close([out, again, dx[routing.place_Tk], dweight], [expected, h, *grads])
+
+
+def test_grouped_products() -> None:
+    x, w, b, offsets = double(9, 4), double(3, 4, 5), double(3, 16, 5), torch.tensor([4, 4, 9], dtype=torch.int32)
+    t, dy = double(9, 16), double(9, 5, grad=False)
+    expected = torch.cat([x[:4] @ w[0] + 0.5 * t[:4] @ b[0], x[4:] @ w[2] + 0.5 * t[4:] @ b[2]])
+    grads = torch.autograd.grad(expected, (w, b), dy)
+    with torch.no_grad():
+        y = kernels.add_low_rank(kernels.grouped_mm(x, w, offsets), t, b, offsets, 0.5)
+        close([y], [expected])
+        close([kernels.grouped_outer(x, dy, offsets), 0.5 * kernels.grouped_outer(t, dy, offsets)], grads)
+
+
 X, W = torch.zeros(4, 8), torch.zeros(8)
 Q, ANGLES = torch.zeros(4, 2, 8), torch.zeros(4, 8)
 LSE = torch.zeros(2, 4)
@@ -182,6 +228,11 @@ LSE = torch.zeros(2, 4)
         (lambda: kernels.merge_blocks(Q, LSE.T, Q, LSE.T), r"lse has shape \(4, 2\)"),
         (lambda: kernels.merge_blocks(Q, LSE.half(), Q, LSE.half()), "lse is torch.float16; expected torch.float32"),
         (lambda: kernels.add_rows(Q, Q[:2]), r"src has shape \(2, 2, 8\)"),
+        (lambda: kernels.route(W, 3), r"expert has shape \(8,\)"),
+        (lambda: kernels.expert_swiglu(X[:, :7], kernels.Gating()), r"x has shape \(4, 7\)"),
+        (lambda: kernels.expert_swiglu(X, kernels.Gating(), W[:4].long()), "bias is None"),
+        (lambda: kernels.combine_rows(X, torch.zeros(2, 2).long(), W[:2]), r"weight has shape \(2,\)"),
+        (lambda: kernels.add_low_rank(X, X, torch.zeros(2, 8, 8), torch.zeros(2).int()), "rank 8: pad t and b"),
         (lambda: kernels.row_logprob(X, torch.zeros(4, dtype=torch.int64), 0.0), "temperature=0.0"),
         (lambda: kernels.row_logprob(X, torch.zeros(4, dtype=torch.int64), 1.0, -1.0), "softcap=-1.0"),
         (lambda: kernels.row_logprob_backward(X, W[:4].long(), W[:4], W[:4], W[:4]), "entropy is None"),

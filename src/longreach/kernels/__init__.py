@@ -5,6 +5,8 @@ backward doesn't need. Every op computes in fp32 (fp64 for fp64 tensors) and sum
 same bits.
 """
 
+from .experts import Gating, Routing, combine_rows, expert_swiglu, expert_swiglu_backward, route
+from .grouped import add_low_rank, grouped_mm, grouped_outer
 from .logprob import row_logprob, row_logprob_backward
 from .merge import add_rows, apply_sink, merge_blocks
 from .norm import add_rms_norm, rms_norm, rms_norm_backward
@@ -12,14 +14,23 @@ from .rope import qk_norm_rope, qk_norm_rope_backward
 from .swiglu import swiglu, swiglu_backward
 
 __all__ = [
+    "Gating",
+    "Routing",
+    "add_low_rank",
     "add_rms_norm",
     "add_rows",
     "apply_sink",
+    "combine_rows",
+    "expert_swiglu",
+    "expert_swiglu_backward",
+    "grouped_mm",
+    "grouped_outer",
     "merge_blocks",
     "qk_norm_rope",
     "qk_norm_rope_backward",
     "rms_norm",
     "rms_norm_backward",
+    "route",
     "row_logprob",
     "row_logprob_backward",
     "swiglu",

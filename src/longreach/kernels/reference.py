@@ -2,13 +2,19 @@
 
 Arithmetic is fp32 (fp64 for fp64 inputs); results are rounded to the input's dtype where the docstring of the public op
 says so. Shape suffixes: T tokens, H hidden size or query heads, K key heads, D head size, R rotary width, F MLP width,
-C rows of a slice, V vocabulary.
+C rows of a slice, V vocabulary; for experts k choices of a token, S slots, R rows, E experts, M hidden size, F width of
+an expert, r rank.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from .experts import Gating
 
 
 def wide(x: Tensor) -> Tensor:
@@ -300,3 +306,78 @@ def dequantize_mxfp4(codes: Tensor, scales: Tensor, out: Tensor) -> Tensor:
         value = values[torch.stack((part & 15, part >> 4), -1).view(-1, 32)]
         flat[start : start + rows] = value * torch.exp2(scales[start : start + rows].to(wide_dtype) - 127)
     return out
+
+
+# --- experts ------------------------------------------------------------------------------------------------------
+
+
+def combine_rows(
+    y_SM: Tensor,
+    place_Tk: Tensor,
+    weight_Tk: Tensor | None = None,
+    *,
+    expert_Tk: Tensor | None = None,
+    bias_EM: Tensor | None = None,
+    add: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    total = torch.zeros((), dtype=wide(y_SM).dtype, device=y_SM.device)
+    for j in range(place_Tk.shape[1]):
+        value = wide(y_SM[place_Tk[:, j]])
+        if bias_EM is not None and expert_Tk is not None:
+            value = value + wide(bias_EM)[expert_Tk[:, j]]
+        total = total + (value if weight_Tk is None else value * wide(weight_Tk[:, j, None]))
+    if add is not None:
+        total = total + wide(add)
+    return _put(out, total.to(y_SM.dtype))
+
+
+def _gate_up(x_RG: Tensor, gating: Gating, expert_R: Tensor | None, bias_EG: Tensor | None) -> tuple[Tensor, Tensor]:
+    x = wide(x_RG)
+    if bias_EG is not None and expert_R is not None:
+        x = x + wide(bias_EG)[expert_R]
+    return (x[:, ::2], x[:, 1::2]) if gating.interleaved else x.chunk(2, -1)  # type: ignore[return-value]
+
+
+def expert_swiglu(
+    x_RG: Tensor, gating: Gating, expert_R: Tensor | None = None, bias_EG: Tensor | None = None
+) -> Tensor:
+    gate, up = _gate_up(x_RG, gating, expert_R, bias_EG)
+    if gating.limit is not None:
+        gate, up = gate.clamp(max=gating.limit), up.clamp(-gating.limit, gating.limit) + 1
+    return (gate * torch.sigmoid(gating.alpha * gate) * up).to(x_RG.dtype)
+
+
+def expert_swiglu_backward(
+    dh_RF: Tensor,
+    x_RG: Tensor,
+    weight_R: Tensor,
+    gating: Gating,
+    expert_R: Tensor | None = None,
+    bias_EG: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    gate, up = _gate_up(x_RG, gating, expert_R, bias_EG)
+    gate_open = up_open = torch.ones_like(gate)
+    if gating.limit is not None:
+        gate_open, up_open = (gate <= gating.limit).to(gate), (up.abs() <= gating.limit).to(up)
+        gate, up = gate.clamp(max=gating.limit), up.clamp(-gating.limit, gating.limit) + 1
+    s = torch.sigmoid(gating.alpha * gate)
+    h, dh = gate * s * up, wide(dh_RF)
+    dweight_R = (dh * h).sum(-1)
+    dh = dh * wide(weight_R)[:, None]
+    dgate = dh * up * (s + gating.alpha * gate * s * (1 - s)) * gate_open
+    dup = dh * gate * s * up_open
+    if gating.interleaved:
+        x_RG.copy_(torch.stack([dgate, dup], -1).flatten(1))
+    else:
+        x_RG.copy_(torch.cat([dgate, dup], -1))
+    return x_RG, dh_RF.copy_(h), dweight_R
+
+
+def add_low_rank(y_RO: Tensor, t_Rr: Tensor, b_ErO: Tensor, offsets_E: Tensor, scale: float = 1.0) -> Tensor:
+    stops = offsets_E.tolist()
+    for e, (start, stop) in enumerate(zip([0, *stops], stops)):
+        if stop > start:
+            rows = y_RO[start:stop]
+            rows.copy_(wide(rows) + scale * (wide(t_Rr[start:stop]) @ wide(b_ErO[e])))
+    return y_RO
