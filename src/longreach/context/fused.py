@@ -9,6 +9,7 @@ Shape suffixes: C tokens of the chunk, M hidden size, H query heads, K key/value
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,8 +62,9 @@ class FusedLayer:
         self.qkv = LinearGroup([linears[n] for n in QKV], dtype)
         self.kv_only = LinearGroup([linears[n] for n in QKV[1:]], dtype)
         self.out = LinearGroup([linears["o_proj"]], dtype)
-        self.gate_up = LinearGroup([linears[n] for n in GATE_UP], dtype)
-        self.down = LinearGroup([linears["down_proj"]], dtype)
+        if "down_proj" in linears:
+            self.gate_up = LinearGroup([linears[n] for n in GATE_UP], dtype)
+            self.down = LinearGroup([linears["down_proj"]], dtype)
         self.norm_in = layer.input_layernorm
         self.norm_mlp = layer.pre_feedforward_layernorm if family.sandwich else layer.post_attention_layernorm
         self.norm_after = (
@@ -70,26 +72,27 @@ class FusedLayer:
         )
         self.q_norm, self.k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
         self.head_dim, self.scale = attention.head_dim, attention.scaling
+        self.sinks: nn.Parameter | None = getattr(attention, "sinks", None)
         self.window = attention_window(attention)
         check_window(attention, self.window)
 
     @classmethod
-    def of(cls, layer: nn.Module, dtype: torch.dtype) -> FusedLayer | None:
-        """The hand-written form of a layer, or None where the module itself must run."""
+    def of(cls, layer: nn.Module, dtype: torch.dtype, *, keep: bool = True) -> FusedLayer | None:
+        """The hand-written form of a layer, or None where the module itself must run.
+
+        `keep`: weights that are stored in 4 bits are made once for the pass, not for each product.
+        """
         family = FAMILIES.get(type(layer).__name__)
-        if family is None or any(_has_hooks(m) for m in layer.modules()):
+        if family is None or any(has_hooks(m) for m in layer.modules()):
             return None
         kind = layer.mlp.config  # type: ignore[union-attr]
         act = getattr(kind, "hidden_act", None) or getattr(kind, "hidden_activation", None)
         if ACTIVATIONS.get(str(act)) != family.activation:
             return None
-        linears = {}
-        for owner, names in ((layer.self_attn, (*QKV, "o_proj")), (layer.mlp, (*GATE_UP, "down_proj"))):
-            for name in names:
-                linear = Linear.of(getattr(owner, name))
-                if linear is None or linear.weight.dtype != dtype:
-                    return None
-                linears[name] = linear
+        places = ((layer.self_attn, (*QKV, "o_proj")), (layer.mlp, (*GATE_UP, "down_proj")))
+        linears = find_linears(places, dtype, keep)
+        if linears is None:
+            return None
         fused = cls(layer, family, linears, dtype)
         known = {p for line in linears.values() for p in line.parameters} | {m.weight for m in fused.norms()}
         if any(p.requires_grad and p not in known for p in layer.parameters()):
@@ -107,16 +110,19 @@ class FusedLayer:
         x_CM, _ = self._norm(h_CM, self.norm_in)
         (q, k, v), _ = self.qkv.forward(x_CM)
         q_CHD, k_CKD, _ = self._rotate(q, k, cos_sin)
-        out_CHD, lse_HC = attention_forward(q_CHD, k_CKD, self._heads(v), self._spec(kv, chunk))
+        out_CHD, lse_HC = attention_forward(q_CHD, k_CKD, self._heads(v), self._spec(kv, chunk), self.sinks)
         del x_CM, q, k, v, q_CHD, k_CKD
         h2_CM, _, _ = self._join(self.out, h_CM, out_CHD.flatten(1), 0)
+        return self._mlp(h2_CM), (out_CHD, lse_HC)
+
+    def _mlp(self, h2_CM: Tensor) -> Tensor:
+        """The layer's output from its middle."""
         x_CM, _ = self._norm(h2_CM, self.norm_mlp)
         (gate_CF, up_CF), _ = self.gate_up.forward(x_CM)
         del x_CM
         inner_CF = swiglu(gate_CF, up_CF, activation=self.family.activation)
         del gate_CF, up_CF
-        y_CM, _, _ = self._join(self.down, h2_CM, inner_CF, 1)
-        return y_CM, (out_CHD, lse_HC)
+        return self._join(self.down, h2_CM, inner_CF, 1)[0]
 
     def store_keys(self, h_CM: Tensor, cos_sin: tuple[Tensor, Tensor], kv: KeyValues, chunk: Chunk) -> None:
         """Only the chunk's keys and values."""
@@ -146,10 +152,15 @@ class FusedLayer:
         x_CM, rstd = self._norm(h_CM, self.norm_in)
         (q, k, v), t_qkv = self.qkv.forward(x_CM)
         q_CHD, k_CKD, stats = self._rotate(q, k, cos_sin)
-        out_CHD, lse_HC = attention_forward(q_CHD, k_CKD, self._heads(v), spec)
+        out_CHD, lse_HC = attention_forward(q_CHD, k_CKD, self._heads(v), spec, self.sinks)
         if dh2_CM is None or da is None:
             dh2_CM, da = self._upper_backward(dy_CM, h_CM, out_CHD.flatten(1), grads)
-        dq_CHD, dk_CKD, dv_CKD, _ = attention_backward(da.view_as(out_CHD), q_CHD, out_CHD, lse_HC, spec)
+        sinks = self.sinks if self.sinks is not None and self.sinks.requires_grad else None
+        dq_CHD, dk_CKD, dv_CKD, dsinks_H = attention_backward(
+            da.view_as(out_CHD), q_CHD, out_CHD, lse_HC, spec, sinks
+        )
+        if sinks is not None and dsinks_H is not None:
+            grads[sinks] = dsinks_H
         del da, out_CHD, q_CHD, k_CKD, v
         dq, dk = self._unrotate(dq_CHD, dk_CKD, q, k, cos_sin, stats, grads)
         del q, k
@@ -286,6 +297,20 @@ class FusedLayer:
         return dfirst.flatten(1), dfirst.flatten(1) if q is None else dsecond.flatten(1)
 
 
+def find_linears(
+    places: Iterable[tuple[Any, tuple[str, ...]]], dtype: torch.dtype, keep: bool
+) -> dict[str, Linear] | None:
+    """The linear layers of these (module, names) by name; None if one of them is of an unknown form."""
+    linears = {}
+    for owner, names in places:
+        for name in names:
+            linear = Linear.of(getattr(owner, name), dtype, keep=keep)
+            if linear is None:
+                return None
+            linears[name] = linear
+    return linears
+
+
 def attention_window(attention: Any) -> int | None:
     """The sliding window of an attention module (Mistral's stands only in its config)."""
     if hasattr(attention, "sliding_window"):
@@ -303,7 +328,7 @@ def _eps(module: Any) -> float:
     return module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
 
 
-def _has_hooks(module: nn.Module) -> bool:
+def has_hooks(module: nn.Module) -> bool:
     """Hooks that a hand-written layer would skip; Transformers' output recorders sleep unless asked for, ours have acted."""
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values(), *module._backward_hooks.values()]
     awake = [h for h in hooks if not getattr(h, "__module__", "").startswith(SLEEPING)]

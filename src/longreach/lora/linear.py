@@ -3,7 +3,8 @@
 y_i = x W_i' + b_i + s_i (x A_i') B_i'   (LoRA, arXiv 2106.09685, equation 3)
 
 The A_i of a group stand under one another, so that x is read once for all of them; the low-rank product is added inside the
-matrix product that makes it. PEFT's parameters are used as they are; products run in the dtype of x.
+matrix product that makes it. PEFT's parameters are used as they are; products run in the dtype of x. A weight that is stored in
+4 bits or in another dtype is made once for the pass.
 
 Shape suffixes: C rows, I input features, O output features, r rank (R: the ranks of a group side by side).
 """
@@ -17,29 +18,53 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..quant.linear import FourBitLinear
+
+PLAIN = (nn.Linear, FourBitLinear)
 Grads = dict[Tensor, Tensor]  # by parameter
 
 
 class Linear:
-    """One linear layer as the group sees it: weight, bias, and at most one adapter."""
+    """One linear layer for one pass: weight and bias in the compute dtype, and at most one adapter.
+
+    Args:
+        base: the layer; its weight may be in 4 bits or in another floating dtype than the pass computes in.
+        dtype: of the products; None for the weight's own.
+        a, b, scale: the adapter.
+        keep: make a weight that is stored otherwise once and keep it as long as this object lives (for a pass over many
+            chunks); False makes it for each product, which needs room for one weight only.
+    """
 
     def __init__(
-        self, base: nn.Linear, a: nn.Parameter | None = None, b: nn.Parameter | None = None, scale: float = 1.0
+        self,
+        base: nn.Linear,
+        a: nn.Parameter | None = None,
+        b: nn.Parameter | None = None,
+        scale: float = 1.0,
+        *,
+        dtype: torch.dtype | None = None,
+        keep: bool = True,
     ):
-        self.weight, self.bias = base.weight, base.bias  # nn.Parameter
+        if dtype is None and isinstance(base, FourBitLinear):
+            raise ValueError("Linear: a weight in 4 bits has no dtype to compute in; give dtype=")
+        self.base, self.keep = base, keep
+        self.dtype = base.weight.dtype if dtype is None else dtype
+        self.bias = None if base.bias is None else base.bias.detach().to(self.dtype)
         self.a, self.b, self.scale = a, b, scale
+        self._made: Tensor | None = None
 
     @classmethod
-    def of(cls, module: nn.Module) -> Linear | None:
-        """The view of a torch or PEFT linear layer; None for what this form can't express (dropout, DoRA, several adapters)."""
-        if type(module) is nn.Linear:
-            return cls(module)
+    def of(cls, module: nn.Module, dtype: torch.dtype | None = None, *, keep: bool = True) -> Linear | None:
+        """The view of a torch, 4-bit or PEFT linear layer; None for what this form can't express (dropout, DoRA, several
+        adapters)."""
+        if type(module) in PLAIN:
+            return cls(module, dtype=dtype, keep=keep)  # type: ignore[arg-type]
         lora: Any = module
-        if not (hasattr(lora, "base_layer") and hasattr(lora, "lora_A") and type(lora.base_layer) is nn.Linear):
+        if not (hasattr(lora, "base_layer") and hasattr(lora, "lora_A") and type(lora.base_layer) in PLAIN):
             return None
         names = [] if lora.disable_adapters else [n for n in lora.active_adapters if n in lora.lora_A]
         if not names:
-            return cls(lora.base_layer) if not lora.merged_adapters else None
+            return cls(lora.base_layer, dtype=dtype, keep=keep) if not lora.merged_adapters else None
         dropout = lora.lora_dropout[names[0]]
         drops = isinstance(dropout, nn.Dropout) and dropout.p > 0 and dropout.training
         if len(names) > 1 or lora.merged_adapters or drops or getattr(lora, "lora_variant", None):
@@ -47,11 +72,24 @@ class Linear:
         a, b = lora.lora_A[names[0]], lora.lora_B[names[0]]
         if type(a) is not nn.Linear or type(b) is not nn.Linear or b.bias is not None:
             return None
-        return cls(lora.base_layer, a.weight, b.weight, float(lora.scaling[names[0]]))
+        return cls(lora.base_layer, a.weight, b.weight, float(lora.scaling[names[0]]), dtype=dtype, keep=keep)
+
+    @property
+    def weight(self) -> Tensor:
+        """[O, I] in the compute dtype."""
+        if self._made is not None:
+            return self._made
+        base = self.base
+        if not isinstance(base, FourBitLinear) and base.weight.dtype == self.dtype:
+            return base.weight
+        made = base.dequantize(self.dtype) if isinstance(base, FourBitLinear) else base.weight.detach().to(self.dtype)
+        if self.keep:
+            self._made = made
+        return made
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        everything: tuple[Any, ...] = (self.weight, self.bias, self.a, self.b)
+        everything: tuple[Any, ...] = (self.base.weight, self.base.bias, self.a, self.b)
         return [p for p in everything if p is not None]
 
 
@@ -130,10 +168,11 @@ class LinearGroup:
     ) -> None:
         """Gradients of what is trained: weights, biases, adapters."""
         for line, dy_CO, rank in zip(self.linears, dys_CO, self.ranks):
-            if line.weight.requires_grad:
-                grads[line.weight] = dy_CO.t() @ x_CI
-            if line.bias is not None and line.bias.requires_grad:
-                grads[line.bias] = dy_CO.sum(0)
+            weight, bias = line.base.weight, line.base.bias
+            if weight.requires_grad:
+                grads[weight] = dy_CO.t() @ x_CI
+            if bias is not None and bias.requires_grad:
+                grads[bias] = dy_CO.sum(0)
             if line.b is not None and line.b.requires_grad and t_CR is not None:
                 grads[line.b] = (dy_CO.t() @ t_CR[:, rank]).mul_(line.scale)
         if dt_CR is not None and any(line.a is not None and line.a.requires_grad for line in self.linears):
