@@ -156,9 +156,7 @@ class FusedLayer:
         if dh2_CM is None or da is None:
             dh2_CM, da = self._upper_backward(dy_CM, h_CM, out_CHD.flatten(1), grads)
         sinks = self.sinks if self.sinks is not None and self.sinks.requires_grad else None
-        dq_CHD, dk_CKD, dv_CKD, dsinks_H = attention_backward(
-            da.view_as(out_CHD), q_CHD, out_CHD, lse_HC, spec, sinks
-        )
+        dq_CHD, dk_CKD, dv_CKD, dsinks_H = attention_backward(da.view_as(out_CHD), q_CHD, out_CHD, lse_HC, spec, sinks)
         if sinks is not None and dsinks_H is not None:
             grads[sinks] = dsinks_H
         del da, out_CHD, q_CHD, k_CKD, v

@@ -74,11 +74,11 @@ def combine_rows(
         place_Tk: slot of each choice.
         weight_Tk: any float dtype; None counts every slot once (the gradient of gathering rows).
         expert_Tk, bias_EM: both or neither.
-        add: [T, M] that joins before the rounding (the residual).
+        add: [T, M] that joins before the rounding (the residual); any float dtype.
         out: where the sum goes; it may be `add`.
 
     Returns:
-        [T, M] in y's dtype.
+        [T, M] in the dtype of `add`, or in y's without it.
     """
     op, (T, k) = "combine_rows", place_Tk.shape
     check_rows(op, y=y_SM, place=place_Tk, weight=weight_Tk, expert=expert_Tk, bias=bias_EM, add=add, out=out)

@@ -329,7 +329,7 @@ def combine_rows(
         total = total + (value if weight_Tk is None else value * wide(weight_Tk[:, j, None]))
     if add is not None:
         total = total + wide(add)
-    return _put(out, total.to(y_SM.dtype))
+    return _put(out, total.to(y_SM.dtype if add is None else add.dtype))
 
 
 def _gate_up(x_RG: Tensor, gating: Gating, expert_R: Tensor | None, bias_EG: Tensor | None) -> tuple[Tensor, Tensor]:

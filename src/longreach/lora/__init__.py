@@ -1,5 +1,6 @@
 """LoRA as few matrix products, with PEFT's parameters."""
 
+from .experts import Experts
 from .linear import Linear, LinearGroup
 
-__all__ = ["Linear", "LinearGroup"]
+__all__ = ["Experts", "Linear", "LinearGroup"]

@@ -146,7 +146,8 @@ def combine_rows(
     out: Tensor | None = None,
 ) -> Tensor:
     (T, k), M = place_Tk.shape, y_SM.shape[1]
-    out = torch.empty(T, M, dtype=y_SM.dtype, device=y_SM.device) if out is None else out
+    if out is None:
+        out = torch.empty(T, M, dtype=y_SM.dtype if add is None else add.dtype, device=y_SM.device)
     block = min(BLOCK, padded(M))
     # Pointers of what is not given are never read; y stands in for them.
     weight, expert, bias, added = (y_SM if x is None else x for x in (weight_Tk, expert_Tk, bias_EM, add))
