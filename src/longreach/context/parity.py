@@ -47,7 +47,9 @@ def check_parity(model: nn.Module, engine: Engine) -> Parity:
     In half precision a single unlucky token can differ between two correct implementations; a fault differs on every
     token. So there other tokens are tried before the model is refused.
     """
-    dtype = next(iter(engine.layers[0].parameters())).dtype
+    # Of the model itself: adapters have a dtype of their own, and weights in 4 bits none to compute in.
+    named = engine.layers[0].named_parameters()
+    dtype = next(p for n, p in named if p.is_floating_point() and "lora_" not in n).dtype
     half = dtype in (torch.float16, torch.bfloat16)
     params = _sample(engine)
     with _evaluating(model):
