@@ -17,14 +17,14 @@ _forced: list[str] = []
 _loaded: dict[str, ModuleType] = {}
 
 
-def implementation(x: Tensor, module: str) -> Any:
-    """`kernels.jit.<module>` for a CUDA tensor of 16 or 32 bits, else `kernels.reference`: functions of the same names.
+def implementation(x: Tensor, module: str, twin: ModuleType = reference) -> Any:
+    """`kernels.jit.<module>` for a CUDA tensor of 16 or 32 bits, else its plain-torch twin: functions of the same names.
 
     fp64 always runs on the reference: it is there to check the others.
     """
     choice = _forced[-1] if _forced else ("jit" if x.is_cuda and x.dtype != torch.float64 else "reference")
     if choice == "reference":
-        return reference
+        return twin
     if module not in _loaded:
         # The import is put off because triton need not be installed where no CUDA device is.
         _loaded[module] = importlib.import_module(f".jit.{module}", __package__)
