@@ -1,0 +1,166 @@
+"""One decode step written out by hand, for the families that `context/fused.py` knows: few launches, no Python inside a capture.
+
+The same function of the same parameters as the model's modules: per layer four matrix products, and between them the norms,
+rotary embedding, attention and activation with the adapters' second product folded in.
+
+Shape suffixes: B rows of the step, M hidden size, H query heads, D head size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..context.fused import GATE_UP, QKV, FusedLayer
+from ..context.install import Engine
+from ..context.logprob import final_scale
+from ..kernels.decode_attention import decode_attention
+from ..kernels.decode_ops import decode_add_norm, decode_qkv, decode_swiglu
+from ..kernels.norm import rms_norm
+from .cache import Kind
+from .joined import JoinedLinears
+from .module_step import decode_plans
+from .state import RowState
+
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+class _Layer:
+    """What a step needs of one layer."""
+
+    def __init__(self, layer: Any, form: FusedLayer, dtype: torch.dtype) -> None:
+        self.form, self.window = form, form.window
+        attention, mlp = layer.self_attn, layer.mlp
+        self.qkv = JoinedLinears([getattr(attention, n) for n in QKV], dtype)
+        self.out = JoinedLinears([attention.o_proj], dtype)
+        self.gate_up = JoinedLinears([getattr(mlp, n) for n in GATE_UP], dtype)
+        self.down = JoinedLinears([mlp.down_proj], dtype)
+        self.groups = (self.qkv, self.out, self.gate_up, self.down)
+        self.heads, self.kv_heads = self.qkv.rows[0] // form.head_dim, self.qkv.rows[1] // form.head_dim
+
+
+class FusedStep:
+    """Logits of a step from the layers' hand-written form."""
+
+    def __init__(self, engine: Engine, state: RowState, forms: list[FusedLayer], dtype: torch.dtype) -> None:
+        self.engine, self.state, self.dtype = engine, state, dtype
+        self.layers = [_Layer(layer, form, dtype) for layer, form in zip(engine.layers, forms)]
+        decoder: Any = engine.decoder
+        self.rotary, self.norm = decoder.rotary_emb, decoder.norm
+        self.rotary_by_type = "layer_type" in inspect.signature(type(self.rotary).forward).parameters
+        types = getattr(engine.config, "layer_types", None)
+        self.types = list(types[: len(self.layers)]) if types and self.rotary_by_type else [""] * len(self.layers)
+        self.divisor, self.softcap = final_scale(engine.config, 1.0)
+        self._plans: dict[int, dict[Kind, Any]] = {}
+        self._rows: dict[int, Tensor] = {}
+
+    @classmethod
+    def of(cls, engine: Engine, state: RowState) -> FusedStep | None:
+        """The step of a model, or None where its modules must run."""
+        weight = engine.causal.get_input_embeddings().weight
+        dtype, device = weight.dtype, weight.device.type
+        if dtype not in DTYPES or (torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != dtype):
+            return None
+        forms = [FusedLayer.of(layer, dtype) for layer in engine.layers]
+        if any(form is None for form in forms):
+            return None
+        for layer in engine.layers:
+            attention, mlp = layer.self_attn, layer.mlp  # as `FusedLayer.of` has seen
+            groups = (
+                [getattr(attention, n) for n in QKV],
+                [attention.o_proj],
+                [getattr(mlp, n) for n in GATE_UP],
+                [mlp.down_proj],
+            )
+            if not all(JoinedLinears.joins(group, dtype) for group in groups):
+                return None
+        return cls(engine, state, forms, dtype)  # type: ignore[arg-type]
+
+    def current(self) -> bool:
+        return all(group.current() for layer in self.layers for group in layer.groups)
+
+    def refresh(self) -> None:
+        """Adapters as they are now."""
+        for layer in self.layers:
+            for group in layer.groups:
+                group.refresh()
+
+    def prepare(self, rows: int) -> None:
+        """Make what a step over `rows` rows keeps between steps (not to be done inside a capture)."""
+        if rows not in self._plans:
+            self._plans[rows] = decode_plans(self.state, rows, self.engine)
+            self._rows[rows] = torch.arange(rows, dtype=torch.int32, device=self.state.device)
+
+    def logits(self, rows: int) -> Tensor:
+        """[B, V] of the first `rows` rows, each one token further."""
+        self.prepare(rows)
+        state, plans = self.state, self._plans[rows]
+        state.advance(rows)
+        for plan in plans.values():
+            plan.update()
+        h_BM = self.engine.causal.get_input_embeddings()(state.token_S[:rows])
+        tables = self._rotary(h_BM, state.position_S[:rows])
+        first = self.layers[0].form
+        x_BM, _ = rms_norm(h_BM, first.norm_in.weight, _eps(first.norm_in), unit_offset=first.family.unit_offset)
+        for i, layer in enumerate(self.layers):
+            after = self.layers[i + 1].form.norm_in if i + 1 < len(self.layers) else self.norm
+            x_BM = self._layer(i, layer, h_BM, x_BM, after, tables[self.types[i]], rows)
+        logits_BV = self.engine.causal.get_output_embeddings()(x_BM)
+        if self.softcap is not None:
+            logits_BV = self.softcap * torch.tanh(logits_BV / self.softcap)
+        return logits_BV if self.divisor == 1.0 else logits_BV / self.divisor
+
+    def _rotary(self, h_BM: Tensor, position_B: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+        """Rotary tables [B, R] of the rows' positions, by type of layer."""
+        positions = position_B.clamp_min(0).long()[None]
+        out = {}
+        for kind in dict.fromkeys(self.types):
+            cos, sin = self.rotary(h_BM, positions, kind) if self.rotary_by_type else self.rotary(h_BM, positions)
+            out[kind] = (cos[0], sin[0])
+        return out
+
+    def _layer(
+        self,
+        index: int,
+        layer: _Layer,
+        h_BM: Tensor,
+        x_BM: Tensor,
+        after: Any,
+        cos_sin: tuple[Tensor, Tensor],
+        rows: int,
+    ) -> Tensor:
+        """Adds the layer to h in place; returns the next layer's normed input."""
+        form, pool, state = layer.form, self.state.pool, self.state
+        k_pages, v_pages, plan = pool.k[index], pool.v[index], self._plans[rows][layer.window]
+        q_BHD = decode_qkv(
+            layer.qkv(x_BM), layer.heads, layer.kv_heads, form.head_dim, lora_b_Or=layer.qkv.lora_b_Or, bias_O=layer.qkv.bias_O,
+            q_norm_D=_weight(form.q_norm), k_norm_D=_weight(form.k_norm), eps=_eps(form.k_norm),
+            unit_offset=form.family.unit_offset, cos_SR=cos_sin[0], sin_SR=cos_sin[1], position_B=self._rows[rows],
+            k_pages=k_pages, v_pages=v_pages, own_pages_BN=state.own_pages[layer.window][:rows],
+            own_length_B=state.own_length_S[:rows],
+        )  # fmt: skip
+        a_BHD = decode_attention(q_BHD, k_pages, v_pages, plan, scale=form.scale)
+        x_BM = self._join(h_BM, layer.out, a_BHD.flatten(1), form.norm_mlp, form, 0)
+        z_BF = decode_swiglu(layer.gate_up(x_BM), lora_b_Or=layer.gate_up.lora_b_Or, activation=form.family.activation)
+        return self._join(h_BM, layer.down, z_BF, after, form, 1)
+
+    def _join(self, h_BM: Tensor, group: JoinedLinears, x: Tensor, norm: Any, form: FusedLayer, which: int) -> Tensor:
+        """h += the group's output [normed]; returns norm(h)."""
+        return decode_add_norm(
+            h_BM, group(x), norm.weight, _eps(norm), lora_b_Or=group.lora_b_Or, bias_M=group.bias_O,
+            post_weight_M=None if form.norm_after is None else form.norm_after[which].weight,
+            unit_offset=form.family.unit_offset,
+        )  # fmt: skip
+
+
+def _weight(module: Any) -> Tensor | None:
+    return None if module is None else module.weight
+
+
+def _eps(module: Any) -> float:
+    if module is None:
+        return 0.0
+    return module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
