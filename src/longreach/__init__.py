@@ -14,6 +14,7 @@ _NAMES = {
     "enable": "context.install",
     "token_logprobs": "context.logprob",
     "load": "loading",
+    "release_gradients": "context.release",
     "plan": "context.plan",
     "GRPOConfig": "trainers.config",
     "SFTConfig": "trainers.config",

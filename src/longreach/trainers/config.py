@@ -5,16 +5,21 @@ Everything is checked when the configuration is made; a message names the field,
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import trl
 
 from ..context.offload import POLICIES
+from ..context.release import STATES
 from .versions import require_supported_trl
 
 require_supported_trl()
+
+logger = logging.getLogger(__name__)
 
 OFFLOAD = ("auto", *POLICIES)
 ROLLOUT = ("auto", "transformers")
@@ -31,6 +36,10 @@ OFFLOAD_HELP = "Where the saved layer inputs live: 'none' (on the device), 'host
 SAVE_ATTENTION_HELP = "Keep each chunk's attention output so that the backward skips that forward, or 'auto'."
 CHECKPOINTING_HELP = "Without effect: chunked layers always recompute their activations by themselves."
 PARITY_HELP = "Compare loss and gradients of a short sequence with stock eager attention before training starts."
+RELEASE_HELP = (
+    "Update each layer inside the backward, so that the gradients of only one layer exist at a time (full fine-tuning)."
+)
+STATES_HELP = f"With release_gradients, where optimizer states wait between updates: one of {', '.join(STATES)}."
 
 
 @dataclass
@@ -48,6 +57,9 @@ class GRPOConfig(trl.GRPOConfig):
         offload: "auto", "none" or "host".
         save_attention: "auto", True or False.
         parity_check: compare with stock eager attention before training starts.
+        release_gradients: update each layer inside the backward: gradients of one layer at a time. Needs
+            gradient_accumulation_steps=1 (larger batches cost little memory in chunks), max_grad_norm=0.0 and not fp16.
+        optimizer_states: "device", or with release_gradients "host": they come to the device one layer ahead.
         rollout: "auto" computes the keys and values of a prompt once for all its completions; "transformers" is
             TRL's own call of `generate`. TRL's vLLM and continuous-batching modes take precedence over both.
 
@@ -62,9 +74,12 @@ class GRPOConfig(trl.GRPOConfig):
     offload: str = _engine_field("auto", OFFLOAD_HELP)
     save_attention: str = _engine_field("auto", SAVE_ATTENTION_HELP)
     parity_check: bool = _engine_field(True, PARITY_HELP)
+    release_gradients: bool = _engine_field(False, RELEASE_HELP)
+    optimizer_states: str = _engine_field("device", STATES_HELP)
     rollout: str = _engine_field("auto", f"How completions are generated: one of {', '.join(ROLLOUT)}.")
 
     def __post_init__(self) -> None:
+        _choose_fp16(self)
         super().__post_init__()
         check_engine_fields(self)
         _check_choice("on_overlong", self.on_overlong, PROMPT_OVERLONG)
@@ -76,7 +91,7 @@ class GRPOConfig(trl.GRPOConfig):
                     f"max_length={self.max_length} leaves no room for a prompt: it bounds prompt + completion, and "
                     f"max_completion_length={self.max_completion_length}; make it larger than that"
                 )
-        micro_batch_factor(self)
+        _check_release(self, accumulation=self.gradient_accumulation_steps // micro_batch_factor(self))
 
     @property
     def max_prompt_length(self) -> int | None:
@@ -91,7 +106,7 @@ class SFTConfig(trl.SFTConfig):
     Attributes:
         on_overlong: what becomes of a sequence longer than `max_length`: "truncate" (TRL's behaviour), "drop" or
             "error" (before training starts). Truncated and dropped sequences are counted and reported.
-        chunk, offload, save_attention, parity_check: as in :class:`GRPOConfig`.
+        chunk, offload, save_attention, parity_check, release_gradients, optimizer_states: as in :class:`GRPOConfig`.
 
     Raises:
         ValueError: from the constructor, for a value that cannot be used.
@@ -105,13 +120,17 @@ class SFTConfig(trl.SFTConfig):
     offload: str = _engine_field("auto", OFFLOAD_HELP)
     save_attention: str = _engine_field("auto", SAVE_ATTENTION_HELP)
     parity_check: bool = _engine_field(True, PARITY_HELP)
+    release_gradients: bool = _engine_field(False, RELEASE_HELP)
+    optimizer_states: str = _engine_field("device", STATES_HELP)
 
     def __post_init__(self) -> None:
+        _choose_fp16(self)
         super().__post_init__()
         check_engine_fields(self)
         _check_choice("on_overlong", self.on_overlong, SEQUENCE_OVERLONG)
         if self.max_length is not None:
             self.max_length = _positive("max_length", self.max_length)
+        _check_release(self, accumulation=self.gradient_accumulation_steps)
 
 
 def check_engine_fields(config: GRPOConfig | SFTConfig) -> None:
@@ -131,6 +150,49 @@ def check_engine_fields(config: GRPOConfig | SFTConfig) -> None:
     if config.use_liger_kernel:
         raise ValueError(
             "use_liger_kernel=True replaces the layers and the loss that exact chunked execution runs; set it to False"
+        )
+
+
+def _choose_fp16(config: GRPOConfig | SFTConfig) -> None:
+    """TRL's default is bf16; a card that only emulates it gets fp16 instead, if nothing was chosen."""
+    if config.bf16 is not None or config.fp16 or config.use_cpu or not torch.cuda.is_available():
+        return
+    if not torch.cuda.is_bf16_supported(including_emulation=False):
+        config.fp16 = True
+        logger.warning("%s has no bf16: fp16=True is used; set bf16 or fp16 to choose", torch.cuda.get_device_name())
+
+
+def _check_release(config: GRPOConfig | SFTConfig, *, accumulation: int) -> None:
+    """What an update inside the backward rules out. Raises ValueError."""
+    if not isinstance(config.release_gradients, bool):
+        raise ValueError(f"release_gradients={config.release_gradients!r} is not a truth value; use True or False")
+    _check_choice("optimizer_states", config.optimizer_states, STATES)
+    if not config.release_gradients:
+        if config.optimizer_states != "device":
+            raise ValueError(
+                f"optimizer_states={config.optimizer_states!r} needs release_gradients=True: states come to the device layer by "
+                "layer, with that layer's update"
+            )
+        return
+    told = "release_gradients=True updates each layer inside the backward"
+    if accumulation > 1:
+        raise ValueError(
+            f"{told}, so gradients can't be summed over micro-batches: gradient_accumulation_steps must be 1, not "
+            f"{config.gradient_accumulation_steps}; raise per_device_train_batch_size instead (now "
+            f"{config.per_device_train_batch_size}): in chunks, more rows take little more memory"
+        )
+    if config.max_grad_norm:
+        raise ValueError(
+            f"{told}, before the norm of all gradients is known, so max_grad_norm={config.max_grad_norm} can't clip by it; set "
+            "max_grad_norm=0.0 (the norm is still logged), or release_gradients=False"
+        )
+    if config.fp16:
+        raise ValueError(
+            f"{told}, but fp16=True may have to skip a step after all gradients are known; use bf16=True, or fp16=False for fp32"
+        )
+    if config.world_size > 1 or config.deepspeed or config.fsdp:
+        raise ValueError(
+            f"{told}, which one process does for itself; there are {config.world_size}: release_gradients=False"
         )
 
 

@@ -31,12 +31,13 @@ from .loading import (
 )
 from .prompts import OverlongPromptError, PromptBound, Tokenize, check_rows, tokenizer_of
 from .reward_calls import RewardError, checked
+from .stepping import Stepping
 from .tree_loss import TreeLoss
 
 logger = logging.getLogger(__name__)
 
 
-class GRPOTrainer(TreeLoss):
+class GRPOTrainer(Stepping, TreeLoss):
     """`trl.GRPOTrainer` for long prompts: same arguments, same numbers, memory that hardly grows with the context.
 
     * The prompt of a group is computed once for all its completions, in chunks, with the exact gradient.
@@ -48,7 +49,7 @@ class GRPOTrainer(TreeLoss):
       loss like TRL masks truncated completions.
 
     Extra metrics: `skipped/rows` and `skipped/groups` (fraction, number per micro-batch), `quarantined` (fraction),
-    `prompts/truncated` (number per generation).
+    `prompts/truncated` (number per generation); with fp16 `overflow_steps` (number so far).
 
     Raises:
         ValueError: bad data, before any long work: an empty dataset, no `prompt` column, a prompt longer than
@@ -112,6 +113,7 @@ class GRPOTrainer(TreeLoss):
         if self.ref_model is not None:
             enable_engine(self.accelerator.unwrap_model(self.ref_model), args, parity_check=False)
         self._share_prompts = self._shares_prompts(args)
+        self._prepare_stepping()
 
     # ---- generation, rewards, batches
 

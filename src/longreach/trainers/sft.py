@@ -21,6 +21,7 @@ from .loading import (
     wants_longreach_load,
 )
 from .prompts import check_rows, without_rows
+from .stepping import Stepping
 
 logger = logging.getLogger(__name__)
 
@@ -31,12 +32,12 @@ class OverlongSequenceError(ValueError):
     """A training sequence is longer than `max_length`."""
 
 
-class SFTTrainer(trl.SFTTrainer):
+class SFTTrainer(Stepping, trl.SFTTrainer):
     """`trl.SFTTrainer` for long sequences: same arguments, same numbers, memory that hardly grows with the context.
 
     Padded, packed and padding-free batches, completion-only and assistant-only losses, and every `loss_type` are TRL's;
     padding is left out of the computation. Sequences longer than `max_length` are counted and reported, and treated as
-    `on_overlong` says.
+    `on_overlong` says. Extra metric with fp16: `overflow_steps` (number so far).
 
     Raises:
         ValueError: bad data, before any long work: an empty dataset, an over-long sequence with `on_overlong="error"`
@@ -78,6 +79,7 @@ class SFTTrainer(trl.SFTTrainer):
             **kwargs,
         )
         enable_engine(self.model, mine)
+        self._prepare_stepping()
 
     def _prepare_dataset(
         self,
