@@ -142,8 +142,9 @@ def timed_step(loss_of: Callable[[], torch.Tensor], device: str) -> tuple[float,
 
 def utilization(shape: Any, context: int, completion: int, group: int, prompts: int, seconds: float) -> float:
     """Time that the model's own FLOP (no recomputation) would take at the card's measured rates, over the time taken."""
-    from longreach.context.memory import Policy, Work
+    from longreach.context.policy import Policy
     from longreach.context.speed import step_flop
+    from longreach.context.work import Work
 
     ranks = dict.fromkeys(shape.linears, 32)
     flop = step_flop(Work(shape, context, completion, group, "bf16", ranks), Policy(8192, "none"))

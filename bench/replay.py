@@ -133,28 +133,30 @@ def meta_engine() -> Iterator[None]:
             stack.enter_context(mock.patch.object(module, "implementation", lambda x, name: lean))
         off = mock.patch.object(torch, "is_autocast_enabled", lambda *d: False if d == ("meta",) else enabled(*d))
         stack.enter_context(off)
-        stack.enter_context(mock.patch.object(offload.HostRows, "save", _save))
-        stack.enter_context(mock.patch.object(offload.HostRows, "prefetch", _prefetch))
-        stack.enter_context(mock.patch.object(offload.HostRows, "fetch", _fetch))
+        for name, stand_in in (("save", _save), ("prefetch", _prefetch), ("fetch", _fetch)):
+            stack.enter_context(mock.patch.object(offload.HostRow, name, stand_in))
         at_once = logprob.LOGITS_AT_ONCE[True]  # that of a GPU
         stack.enter_context(mock.patch.object(logprob, "LOGITS_AT_ONCE", (at_once, at_once)))
         stack.enter_context(use_backend(FlashShaped()))
         yield
 
 
-def _save(rows: Any, start: int, stop: int, x: Tensor) -> None:
-    rows.held[start] = (x.shape, x.dtype)
+def _save(row: Any, start: int, stop: int, x: Tensor) -> None:
+    row.host_T = torch.empty((), dtype=x.dtype).expand(row.tokens, *x.shape[1:])  # of no bytes
+    for key in [key for key in row.coming if key[0] < stop and start < key[1]]:
+        del row.coming[key]
 
 
-def _prefetch(rows: Any, start: int) -> None:
-    if start not in rows.coming:
-        shape, dtype = rows.held[start]
-        rows.coming[start] = torch.empty(shape, dtype=dtype, device="meta")
+def _prefetch(row: Any, start: int, stop: int) -> None:
+    if row.host_T is not None and (start, stop) not in row.coming:
+        row.coming[start, stop] = torch.empty(
+            (stop - start, *row.host_T.shape[1:]), dtype=row.host_T.dtype, device="meta"
+        )
 
 
-def _fetch(rows: Any, start: int) -> Tensor:
-    rows.prefetch(start)
-    return rows.coming.pop(start)
+def _fetch(row: Any, start: int, stop: int) -> Tensor:
+    row.prefetch(start, stop)
+    return row.coming.pop((start, stop))
 
 
 @dataclass(frozen=True)

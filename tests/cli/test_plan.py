@@ -16,7 +16,7 @@ def test_the_page_names_choice_table_and_longest_context():
     result = run("--gpu", "24GB")
     assert result.exit_code == 0, result.output
     flat = " ".join(result.output.split())
-    assert "Qwen3-4B, context 131072: inputs on host, chunk 8192" in flat
+    assert "Qwen3-4B, context 131072, group 8: inputs on host, chunk 8192" in flat
     assert "131,072" in flat and "RTX 4090" in flat
     assert "longest context that fits here: " in flat
     assert "the config names 40,960 positions" in flat

@@ -13,12 +13,15 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 import longreach
 from bench import models
-from longreach.context import memory, offload
-from longreach.context.memory import Policy, Work, step_memory, weight_bytes
-from longreach.context.plan import CUDA_CONTEXT, PlanError, plan
+from longreach.context import choice, memory, offload, policy
+from longreach.context.limits import CUDA_CONTEXT, Limits
+from longreach.context.memory import step_memory
+from longreach.context.plan import PlanError, plan
+from longreach.context.policy import Policy
 from longreach.context.shape import KNOWN, ModelShape
 from longreach.context.speed import CARDS, GB, attention_pairs, card_named, step_flop, step_seconds
 from longreach.context.tree import TokenTree
+from longreach.context.work import Work, weight_bytes
 
 QWEN = KNOWN["qwen3-4b"]
 GROUP = {"context": 32768, "completion": 1024, "group": 8, "lora": 32, "host_bytes": 256 * GB}
@@ -128,42 +131,94 @@ def test_more_work_takes_more(policy):
             assert smaller[0] < larger[0] and smaller[1] <= larger[1] and smaller[2] < larger[2], name
 
 
-def test_each_policy_takes_less_of_the_gpu_than_the_one_before():
-    made = plan(QWEN, gpu_bytes=141 * GB, **GROUP)
-    needed = [choice.gpu_needed for choice in made.choices() if not choice.policy.save_attention]
-    assert needed == sorted(needed, reverse=True) and len(set(needed)) == len(needed)
+@pytest.mark.parametrize("offload", ["host", "rows", "keys"])
+def test_smaller_chunks_take_less_of_the_gpu(offload):
+    made = plan(QWEN, gpu_bytes=141 * GB, offload=offload, save_attention=False, keep_every=1, **GROUP)
+    needed = [choice.gpu_needed for choice in made.choices()]
+    assert needed == sorted(needed, reverse=True) and len(set(needed)) == len(needed) == 4
+
+
+def test_each_place_takes_less_of_the_gpu_than_the_one_before_at_long_context():
+    long = {**GROUP, "context": 262144, "save_attention": False, "keep_every": 1, "chunk": 8192}
+    needed = [plan(QWEN, gpu_bytes=500 * GB, offload=place, **long).gpu for place in offload.POLICIES]
+    assert needed == sorted(needed, reverse=True) and len(set(needed)) == len(needed) == 4
+
+
+def test_with_keys_on_the_host_memory_is_flat_in_the_context():
+    def needed(context: int) -> int:
+        step = {**GROUP, "context": context, "host_bytes": 8000 * GB}
+        return plan(QWEN, gpu_bytes=80 * GB, offload="keys", chunk=8192, keep_every=6, **step).gpu
+
+    per_token = (needed(1 << 21) - needed(1 << 20)) / (1 << 20)
+    assert per_token < 2 * 2 * QWEN.head_dim + 32  # rotary tables and ids
+
+
+def test_a_small_host_keeps_every_kth_layer():
+    small = {**GROUP, "context": 131072, "host_bytes": 32 * GB}
+    made = plan(QWEN, gpu_bytes=24 * GB, **small)
+    assert made.policy.keep_every > 1 and made.options["keep_every"] == made.policy.keep_every
+    layers = -(-36 // made.policy.keep_every) + made.policy.keep_every - 1
+    layers -= made.policy.offload != "host"
+    assert made.choice.memory.host_parts["layer inputs"] == layers * made.work.tokens * QWEN.hidden * 2
+    whole = plan(QWEN, gpu_bytes=24 * GB, **{**small, "host_bytes": 256 * GB})
+    assert whole.policy.keep_every == 1 and whole.seconds < made.seconds
 
 
 # --- what is picked
 
 
 def test_policies_are_picked_in_order():
-    choices = plan(QWEN, gpu_bytes=10_000 * GB, **GROUP).choices()
-    assert [str(c.policy) for c in choices[:4]] == [
-        "kept on GPU, chunk 8192, attention saved",
+    first = [c.policy for c in plan(QWEN, gpu_bytes=10_000 * GB, save_attention=False, **GROUP).choices()]
+    assert [str(policy) for policy in first[:11]] == [
         "kept on GPU, chunk 8192",
-        "inputs on host, chunk 8192, attention saved",
         "inputs on host, chunk 8192",
+        "inputs on host, chunk 4096",
+        "inputs on host, chunk 2048",
+        "inputs and rows on host, chunk 8192",
+        "inputs and rows on host, chunk 4096",
+        "inputs and rows on host, chunk 2048",
+        "inputs, rows and keys on host, chunk 8192",
+        "inputs, rows and keys on host, chunk 4096",
+        "inputs, rows and keys on host, chunk 2048",
+        "inputs on host, chunk 1024",
     ]
-    assert {c.policy.offload for c in choices} <= set(offload.POLICIES)
-    for i, choice in enumerate(choices):
-        earlier = [c.gpu_needed for c in choices[:i]]
-        picked = plan(QWEN, gpu_bytes=choice.gpu_needed, **GROUP)
-        if earlier and min(earlier) <= choice.gpu_needed:
-            assert picked.policy in [c.policy for c in choices[:i]]
+    assert str(first[13]) == "inputs on host, chunk 8192, every 2nd layer's"
+    assert {policy.offload for policy in first} == set(offload.POLICIES)
+
+
+def test_the_first_tier_that_fits_is_taken_and_in_it_the_fastest():
+    tiers = list(choice.choices(work(group=8), Limits(80 * GB, 256 * GB, CARDS["H100"]), {}))
+    for i, tier in enumerate(tiers):
+        limits = Limits(max(c.gpu_needed for c in tier), 256 * GB, CARDS["H100"])
+        picked = choice.choose(work(group=8), limits, {})
+        earlier = [c for t in tiers[:i] for c in t if c.fits(limits)]
+        if earlier:
+            assert picked.policy in [c.policy for c in earlier]
         else:
-            assert picked.policy == choice.policy
+            assert picked.policy == min(tier, key=lambda c: c.seconds).policy
+
+
+def test_a_family_whose_rows_cannot_be_streamed_is_not_offered_it():
+    other = dataclasses.replace(QWEN, kind="glm4")
+    assert {c.policy.offload for c in plan(other, gpu_bytes=80 * GB, **GROUP).choices()} == {"none", "host"}
+
+
+def test_on_a_cpu_nothing_is_offloaded_from_the_host_to_the_host():
+    limits = Limits(16 * GB, 20 * GB, CARDS["CPU"], offload=False)
+    found = [c.policy for tier in choice.choices(work(context=4096), limits, {}) for c in tier]
+    assert {(p.offload, p.keep_every) for p in found} == {("none", 1)}
+    assert {p.chunk for p in found} == {2048, 1024}
 
 
 def test_saved_attention_stays_away_where_the_host_is_small():
-    small = {**GROUP, "host_bytes": 40 * GB, "context": 131072}
+    small = {**GROUP, "host_bytes": 48 * GB, "context": 131072}
     made = plan(QWEN, gpu_bytes=24 * GB, **small)
     assert made.policy == Policy(8192, "host", False)
     assert made.options == {"chunk": 8192, "offload": "host", "save_attention": False}
 
 
 def test_what_the_caller_lays_down_is_kept():
-    made = plan(QWEN, gpu_bytes=80 * GB, chunk=3000, offload="host", save_attention=False, **GROUP)
+    made = plan(QWEN, gpu_bytes=80 * GB, chunk=3000, offload="host", save_attention=False, keep_every=1, **GROUP)
     assert made.policy == Policy(3000, "host", False)
     assert [choice.policy for choice in made.choices()] == [made.policy]
 
@@ -172,30 +227,32 @@ def test_longest_context_fits_and_one_more_token_does_not():
     made = plan(QWEN, gpu_bytes=24 * GB, **GROUP)
     longest = made.longest()
     assert made.at(longest) is not None and made.at(longest + 1) is None
-    assert made.longest(gpu_bytes=16 * GB) < longest <= made.longest(gpu_bytes=80 * GB)
+    assert made.longest(gpu_bytes=11 * GB) < longest <= made.longest(gpu_bytes=80 * GB)
+    assert made.longest(host_bytes=32 * GB) < longest
     assert made.longest(gpu_bytes=8 * GB) == 0
 
 
 def test_refusal_says_what_would_fit():
     with pytest.raises(PlanError) as caught:
-        plan(QWEN, gpu_bytes=16 * GB, **{**GROUP, "context": 1 << 20})
+        plan(QWEN, gpu_bytes=11 * GB, **{**GROUP, "context": 1 << 20})
     text = str(caught.value)
     assert (
-        "context of 1048576 (completion 1024, group 8) does not fit 16.0 GB of GPU and 256.0 GB of host memory" in text
+        "context of 1048576 (completion 1024, group 8) does not fit 11.0 GB of GPU and 256.0 GB of host memory" in text
     )
     needed = float(text.split("needs a GPU of ")[1].split(" GB")[0])
     host = float(text.split("a host of ")[1].split(" GB")[0])
     with_it = {**GROUP, "context": 1 << 20, "host_bytes": int(host * GB)}
-    assert plan(QWEN, gpu_bytes=int(needed * GB), **with_it).policy.offload == "host"
+    assert plan(QWEN, gpu_bytes=int(needed * GB), **with_it).policy.offload == "keys"
     with pytest.raises(PlanError):
         plan(QWEN, gpu_bytes=int((needed - 0.2) * GB), **with_it)
     longest = int(text.split("fits here is ")[1].split(" ")[0])
-    assert plan(QWEN, gpu_bytes=16 * GB, **{**GROUP, "context": longest}).work.context == longest
+    assert plan(QWEN, gpu_bytes=11 * GB, **{**GROUP, "context": longest}).work.context == longest
 
 
 def test_refusal_of_a_model_that_never_fits():
     with pytest.raises(
-        PlanError, match=r"No context fits here: the weights alone take 16\.4 GB\. Choose a smaller model\."
+        PlanError,
+        match=r"No context fits here: the weights alone take 16\.4 GB\. Choose a smaller model, or 4-bit weights",
     ):
         plan("Qwen3-8B", gpu_bytes=12 * GB, **GROUP)
     with pytest.raises(PlanError, match=r"train an adapter \(lora=16\)"):
@@ -203,7 +260,7 @@ def test_refusal_of_a_model_that_never_fits():
 
 
 def test_the_formula_knows_every_offload_policy_of_the_engine():
-    assert set(memory.PLACES) == set(offload.POLICIES)
+    assert tuple(policy.PLACES) == offload.POLICIES
 
 
 def test_running_out_all_the_same_says_plan_fact_and_what_fits():
@@ -213,7 +270,7 @@ def test_running_out_all_the_same_says_plan_fact_and_what_fits():
     assert f"out of GPU memory with 59.0 GB allocated; planned were {made.gpu / GB:.1f} GB" in text
     assert "on a GPU of 60.0 GB" in text
     assert "This would fit: chunk=8192, offload='none', save_attention=False." in text
-    last = plan(QWEN, gpu_bytes=12 * GB, chunk=1024, offload="host", save_attention=False, **GROUP)
+    last = plan(QWEN, gpu_bytes=12 * GB, chunk=1024, offload="keys", save_attention=False, keep_every=12, **GROUP)
     assert "A context of " in last.out_of_memory(int(1.1 * last.gpu))
     assert "No context fits" in last.out_of_memory(last.gpu + 6 * GB)
 
@@ -295,6 +352,9 @@ def test_flop_of_a_long_step_are_those_of_attention():
         ({"completion": 40000}, "completion=40000 with context=32768"),
         ({"group": True}, "group=True"),
         ({"weights": "int3"}, "weights='int3': choose one of 'bf16', 'fp16', 'fp32'"),
+        ({"prompts": 0}, "prompts=0: give a whole number from 1 up"),
+        ({"keep_every": 0}, "keep_every=0: give the layers per kept input"),
+        ({"optimizer": "adamx"}, "optimizer='adamx': choose one of 'adamw'"),
         ({"lora": "big"}, "lora='big': give a peft.LoraConfig, a rank from 1 up, or None"),
         ({"offload": "disk"}, "offload='disk': choose one of 'none', 'host'"),
         ({"chunk": -1}, "chunk=-1"),

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from longreach.context.plan import Plan
 
 UNITS = {
     "": 1,
@@ -26,13 +31,24 @@ def plan(
     context: Annotated[int, typer.Option(help="Tokens of one row, prompt and completion.")] = 32768,
     completion: Annotated[int, typer.Option(help="Tokens of a row that carry a loss.")] = 1024,
     group: Annotated[int, typer.Option(help="Completions that share a prompt.")] = 1,
-    weights: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
+    prompts: Annotated[int, typer.Option(help="Groups in one step.")] = 1,
+    rollout_rows: Annotated[
+        int | None, typer.Option(help="Completions sampled at a time; shows what sampling takes beside the step.")
+    ] = None,
+    weights: Annotated[str, typer.Option(help="bf16, fp16, fp32, nf4 or mxfp4.")] = "bf16",
     lora: Annotated[int, typer.Option(help="Adapter rank; 0 trains all parameters.")] = 32,
+    optimizer: Annotated[
+        str, typer.Option(help="adamw, adamw_8bit, paged_adamw_8bit, or a value of `optim`.")
+    ] = "adamw",
     gpu: Annotated[str | None, typer.Option(help="The card's memory, e.g. 24GB; default: this machine's.")] = None,
     host: Annotated[str | None, typer.Option(help="The host's memory, e.g. 128GB; default: this machine's.")] = None,
     chunk: Annotated[int | None, typer.Option(help="Tokens per chunk; default: planned.")] = None,
     offload: Annotated[
-        str | None, typer.Option(help="Where layer inputs wait: none or host; default: planned.")
+        str | None,
+        typer.Option(help="What waits on the host: none, host (layer inputs), rows or keys; default: planned."),
+    ] = None,
+    keep_every: Annotated[
+        int | None, typer.Option(help="Keep every k-th layer's input only; default: planned.")
     ] = None,
 ) -> None:
     """Print context by policy, with GPU and host memory and seconds, and the longest context that fits."""
@@ -47,12 +63,16 @@ def plan(
             context=context,
             completion=completion,
             group=group,
+            prompts=prompts,
+            rollout_rows=rollout_rows,
             weights=weights,
             lora=lora or None,
+            optimizer=optimizer,
             gpu_bytes=_bytes("--gpu", gpu),
             host_bytes=_bytes("--host", host),
             chunk=chunk,
             offload=offload,
+            keep_every=keep_every,
         )
     except PlanError as error:
         screen.print(f"[red]Does not fit.[/red] {error}", soft_wrap=True, highlight=False)
@@ -60,12 +80,13 @@ def plan(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     screen.print(f"[bold]{made.describe()}", soft_wrap=True, highlight=False)
+    screen.print(made.parts_table(), highlight=False)
     screen.print(made.table(), highlight=False)
     screen.print(made.longest_table(), highlight=False)
     _notes(made, screen)
 
 
-def _notes(made, screen) -> None:  # type: ignore[no-untyped-def]
+def _notes(made: Plan, screen: Console) -> None:
     work = made.work
     longest = made.longest()
     notes = [f"longest context that fits here: {longest:,} tokens"]
@@ -77,7 +98,9 @@ def _notes(made, screen) -> None:  # type: ignore[no-untyped-def]
         notes.append(f"rates of {made.card.name} are estimated from its data sheet; memory does not depend on them")
     if not work.shape.fused:
         notes.append(f"{work.shape.kind} layers run as Transformers' modules; their workspace is an upper estimate")
-    notes.append("GPU: tensors at the peak of a step with AdamW; the driver takes about 0.7 GB more")
+    if work.format.packed:
+        notes.append(f"{work.weights}: a layer's weights are dequantized once per pass, for all of its chunks")
+    notes.append("GPU: tensors at the peak of a step with its optimizer; the driver takes about 0.7 GB more")
     for note in notes:
         screen.print(f"  {note}", soft_wrap=True, highlight=False)
 

@@ -30,6 +30,7 @@ class ModelShape:
         tied: head and embedding are one table.
         positions: longest position the config names, or None.
         bias: linear layers of attention carry a bias.
+        exact: False where the memory formula is an upper estimate only (latent or linear attention).
     """
 
     name: str
@@ -47,6 +48,7 @@ class ModelShape:
     tied: bool = False
     positions: int | None = None
     bias: bool = False
+    exact: bool = True
 
     @property
     def fused(self) -> bool:
@@ -82,16 +84,42 @@ class ModelShape:
         return found
 
     @property
+    def expert_linears(self) -> dict[str, tuple[int, int]]:
+        """(inputs, outputs) of what one expert multiplies with, by the names that `target_parameters` uses."""
+        if not self.experts:
+            return {}
+        return {
+            "experts.gate_up_proj": (self.hidden, 2 * self.mlp),
+            "experts.down_proj": (self.mlp, self.hidden),
+        }
+
+    @property
+    def linear_matrices(self) -> int:
+        """Weights in the linear layers of one decoder layer."""
+        return sum(i * o for i, o in self.linears.values())
+
+    @property
+    def expert_matrices(self) -> int:
+        """Weights in all experts of one layer."""
+        return 3 * self.hidden * self.mlp * self.experts
+
+    @property
     def layer_matrices(self) -> int:
-        """Weights in the matrices of one layer (all experts)."""
-        expert = 3 * self.hidden * self.mlp * self.experts
-        return sum(i * o for i, o in self.linears.values()) + expert + self.experts * self.hidden
+        """Weights in the matrices of one layer: linear layers, all experts, the router."""
+        return self.linear_matrices + self.expert_matrices + self.experts * self.hidden
 
     @property
     def layer_active(self) -> int:
         """Weights a token is multiplied with in one layer."""
         expert = 3 * self.hidden * self.mlp * self.active
-        return sum(i * o for i, o in self.linears.values()) + expert + self.experts * self.hidden
+        return self.linear_matrices + expert + self.experts * self.hidden
+
+    def adapter(self, ranks: Mapping[str, int]) -> int:
+        """Adapter weights of one layer, with a rank per name of `linears` or of `expert_linears`."""
+        found = sum(ranks[name] * (i + o) for name, (i, o) in self.linears.items() if name in ranks)
+        return found + sum(
+            self.experts * ranks[name] * (i + o) for name, (i, o) in self.expert_linears.items() if name in ranks
+        )
 
     @property
     def layer_vectors(self) -> int:
@@ -113,8 +141,11 @@ class ModelShape:
         return tables + self.layers * (self.layer_matrices + self.layer_vectors) + self.hidden
 
     @classmethod
-    def of(cls, model_or_config: Any) -> ModelShape:
+    def of(cls, model_or_config: Any, *, estimate: bool = False) -> ModelShape:
         """From a model, a Transformers config, its dict, a config.json, a folder with one, a known name or a Hub id.
+
+        Args:
+            estimate: take a model without an exact formula as one of full attention, which needs at least as much.
 
         Raises:
             ValueError: something else, or a config without the dimensions of a decoder with keys and values.
@@ -122,7 +153,7 @@ class ModelShape:
         if isinstance(model_or_config, ModelShape):
             return model_or_config
         if isinstance(model_or_config, (str, Path)):
-            return cls._named(str(model_or_config))
+            return cls._named(str(model_or_config), estimate)
         config = getattr(model_or_config, "config", model_or_config)
         if hasattr(config, "get_text_config"):
             config = config.get_text_config()
@@ -131,22 +162,22 @@ class ModelShape:
             config = config.to_dict()
         if not isinstance(config, Mapping):
             raise ValueError(f"model_or_config is a {type(model_or_config).__name__}: pass a model, a config or a name")
-        return cls._from_dict(config, name)
+        return cls._from_dict(config, name, estimate)
 
     @classmethod
-    def _named(cls, name: str) -> ModelShape:
+    def _named(cls, name: str, estimate: bool = False) -> ModelShape:
         path = Path(name)
         if path.is_dir():
             path = path / "config.json"
         if path.is_file():
-            return cls._from_dict(json.loads(path.read_text(encoding="utf-8")), path.parent.name or name)
+            return cls._from_dict(json.loads(path.read_text(encoding="utf-8")), path.parent.name or name, estimate)
         known = KNOWN.get(name.rsplit("/", 1)[-1].lower())
         if known is not None:
             return known
         from transformers import AutoConfig
 
         try:
-            return cls.of(AutoConfig.from_pretrained(name))
+            return cls.of(AutoConfig.from_pretrained(name), estimate=estimate)
         except OSError as error:
             raise ValueError(
                 f"{name!r} is no folder with a config.json, is not on the Hub or the Hub can't be reached, and is none of the "
@@ -154,7 +185,7 @@ class ModelShape:
             ) from error
 
     @classmethod
-    def _from_dict(cls, config: Mapping[str, Any], name: str) -> ModelShape:
+    def _from_dict(cls, config: Mapping[str, Any], name: str, estimate: bool = False) -> ModelShape:
         config = config.get("text_config") or config
         kind = str(config.get("model_type", ""))
         missing = [
@@ -162,12 +193,17 @@ class ModelShape:
         ]
         if missing:
             raise ValueError(f"the config of {name or kind!r} lacks {', '.join(missing)}: it is not one of a decoder")
-        if config.get("kv_lora_rank") or "linear_attention" in (config.get("layer_types") or ()):
+        exact = not (config.get("kv_lora_rank") or "linear_attention" in (config.get("layer_types") or ()))
+        if not exact and not estimate:
             raise ValueError(
                 f"{kind!r} has latent or linear attention, for which there is no memory formula; the engine runs it, but its "
                 "plan has to be measured"
             )
         heads, layers = int(config["num_attention_heads"]), int(config["num_hidden_layers"])
+        head_dim = int(config.get("head_dim") or int(config["hidden_size"]) // heads)
+        kv_heads = int(config.get("num_key_value_heads") or heads)
+        if config.get("kv_lora_rank"):  # keys and values are expanded to all heads before attention sees them
+            kv_heads, head_dim = heads, int(config["qk_nope_head_dim"]) + int(config["qk_rope_head_dim"])
         experts = int(config.get("num_local_experts") or config.get("num_experts") or 0)
         mlp = config.get("moe_intermediate_size") if experts else None
         return cls(
@@ -177,8 +213,8 @@ class ModelShape:
             hidden=int(config["hidden_size"]),
             layers=layers,
             heads=heads,
-            kv_heads=int(config.get("num_key_value_heads") or heads),
-            head_dim=int(config.get("head_dim") or int(config["hidden_size"]) // heads),
+            kv_heads=kv_heads,
+            head_dim=head_dim,
             mlp=int(mlp or config["intermediate_size"]),
             windows=_windows(config, kind, layers),
             experts=experts,
@@ -186,6 +222,7 @@ class ModelShape:
             tied=bool(config.get("tie_word_embeddings", kind.startswith("gemma"))),
             positions=config.get("max_position_embeddings"),
             bias=kind in QKV_BIAS or bool(config.get("attention_bias")),
+            exact=exact,
         )
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .memory import FLOAT, Policy, Work
+from .policy import Policy
+from .work import FLOAT, Work
 
 GB = 10**9
 
@@ -82,7 +83,7 @@ def attention_pairs(work: Work) -> float:
     leaf, root = work.completion + 1, work.prompt - 1
     for window in work.shape.windows:
         total += _causal(0, root, window) + work.group * _causal(root, leaf, window)
-    return total
+    return work.prompts * total
 
 
 def _causal(before: int, length: int, window: int | None) -> float:
@@ -96,17 +97,18 @@ def _causal(before: int, length: int, window: int | None) -> float:
 def step_flop(work: Work, policy: Policy) -> Flop:
     shape = work.shape
     per_pass = 2.0 * shape.layers * shape.layer_active * work.tokens
-    # The last layer computes keys and values only for tokens without a label.
-    unread = work.tokens - work.labelled
-    per_pass -= 2.0 * unread * (shape.layer_active - 2 * shape.hidden * shape.keys)
+    if work.compact:  # the last layer computes keys and values only for tokens without a label
+        unread = work.tokens - work.labelled
+        per_pass -= 2.0 * unread * (shape.layer_active - 2 * shape.hidden * shape.keys)
     head = 2.0 * shape.table * work.labelled
     adapters = 2.0 * shape.layers * work.layer_adapter * work.tokens
     passes = 3 if work.ranks else 4
+    again = 1 - 1 / policy.keep_every  # share of the layers that run forward once more
     pair = 4.0 * shape.query * attention_pairs(work)
     rebuild = 2.0 * shape.layers * work.tokens * 2 * shape.hidden * shape.keys
-    matrices = passes * (per_pass + head) + 4 * adapters + rebuild
+    matrices = passes * (per_pass + head) + again * per_pass + 4 * adapters + rebuild
     model = (passes - 1) * (per_pass + head) + 3 * adapters + 3.5 * pair
-    return Flop(matrices, pair * (1 if policy.save_attention else 2), 2.5 * pair, model)
+    return Flop(matrices, pair * (again + (1 if policy.save_attention else 2)), 2.5 * pair, model)
 
 
 def step_seconds(work: Work, policy: Policy, card: Card) -> float:
@@ -119,10 +121,32 @@ def step_seconds(work: Work, policy: Policy, card: Card) -> float:
     # Norms, rotary, activation and residuals read and write each width a few times in forward, recompute and backward.
     touched = 14 * shape.hidden + 12 * shape.query + 12 * shape.keys + 12 * shape.mlp * max(1, shape.active)
     stream = shape.layers * work.tokens * b * touched / card.bandwidth
-    adam = 16 * work.trained * FLOAT / card.bandwidth
-    seconds = compute + stream + adam
-    if policy.offload == "none":
-        return seconds
-    kept = shape.hidden * b + (shape.query * b + shape.heads * FLOAT if policy.save_attention else 0)
-    copies = 3 * shape.layers * work.tokens * kept / card.link  # out once, back for the rebuild and the recompute
-    return max(seconds, copies)
+    adam = 16 * work.trained * work.trained_itemsize / card.bandwidth
+    seconds = compute + stream + adam + _unpacking(work, card)
+    return max(seconds, _copied(work, policy) / card.link)
+
+
+def _unpacking(work: Work, card: Card) -> float:
+    """Seconds to dequantize every weight once in the forward and once in the backward."""
+    shape, form = work.shape, work.format
+    written = shape.linear_matrices * form.itemsize if form.matrix < form.itemsize else 0
+    written += shape.expert_matrices * form.itemsize if form.expert < form.itemsize else 0
+    return 2 * shape.layers * written * 1.3 / card.bandwidth
+
+
+def _copied(work: Work, policy: Policy) -> float:
+    """Bytes over the link in the busier direction: to the device."""
+    if not policy.on_host:
+        return 0.0
+    shape, b, T = work.shape, work.itemsize, work.tokens
+    row = shape.hidden * b * T
+    per_layer = 2.0 * row  # for the rebuild and for the recompute
+    if policy.save_attention:
+        per_layer += (shape.query * b + shape.heads * FLOAT) * T
+    if policy.rows_on_host:
+        per_layer += 2.0 * row  # the hidden row in the forward, its gradient in the backward
+    if policy.keys_on_host:
+        seen = T / policy.chunk * T / 2  # earlier keys, over all chunks
+        passes = 2 if policy.save_attention else 3
+        per_layer += 2 * shape.keys * seen * (passes * b + FLOAT)
+    return shape.layers * per_layer

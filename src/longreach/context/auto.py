@@ -1,0 +1,154 @@
+"""Plans of a model that is loaded: what a run of the engine or a step of a trainer takes, from the parameters as they are.
+
+The bytes of the weights are read from the model, so that every form of weights is counted as it is stored.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .limits import Limits, this_machine
+from .plan import Plan, made, refusal, size
+from .shape import ModelShape
+from .work import Work
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {2: "bf16", 4: "fp32", 8: "fp64"}
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model as it stands on its device.
+
+    Attributes:
+        shape: its dimensions; an upper estimate where there is no exact formula.
+        weights: the entry of `work.FORMATS` with its compute dtype and packing.
+        model_bytes: of all parameters and buffers but an adapter's.
+        trained_bytes: of the parameters that train.
+        ranks: adapter rank by name of a linear layer; empty where the model itself trains.
+        limits: of its device and host.
+    """
+
+    shape: ModelShape
+    weights: str
+    model_bytes: int
+    trained_bytes: int
+    ranks: tuple[tuple[str, int], ...]
+    limits: Limits
+
+    @classmethod
+    def of(cls, model: nn.Module, processes: int = 1) -> Loaded:
+        """Read from the parameters of a Transformers model, bare or under PEFT's, DDP's or accelerate's wrapper.
+
+        Args:
+            processes: that share this host, each with a card of its own.
+        """
+        adapted = {name: p for name, p in model.named_parameters() if "lora_" in name}
+        trained = sum(_bytes(p) for p in model.parameters() if p.requires_grad)
+        adapter = {id(p) for p in adapted.values()} | {id(p) for p in model.parameters() if p.requires_grad}
+        own = [t for t in (*model.parameters(), *model.buffers()) if not adapted or id(t) not in adapter]
+        # Tied and joined tensors share their storage, and count once.
+        storages = {t.untyped_storage().data_ptr() or id(t): t.untyped_storage().nbytes() for t in own}
+        ranks = {
+            name.split(".lora_A")[0].rsplit(".", 1)[-1]: len(p) for name, p in adapted.items() if ".lora_A" in name
+        }
+        if not ranks and (adapted or not trained):
+            ranks = {"": 0}
+        config = getattr(model, "config", None) or model.module.config  # type: ignore[union-attr]
+        device = next(model.parameters()).device
+        return cls(
+            shape=ModelShape.of(config, estimate=True),
+            weights=_weights(model),
+            model_bytes=sum(storages.values()),
+            trained_bytes=trained,
+            ranks=tuple(sorted(ranks.items())),
+            limits=this_machine(str(device), processes),
+        )
+
+    def work(self, **step: Any) -> Work:
+        """A step of this model; arguments are those of `Work` that describe its rows."""
+        return Work(
+            self.shape, weights=self.weights, ranks=dict(self.ranks), loaded=self.model_bytes,
+            trained_bytes=self.trained_bytes, **step,
+        )  # fmt: skip
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _weights(model: nn.Module) -> str:
+    layer = next((p for p in model.parameters() if p.ndim == 1 and p.is_floating_point()), next(model.parameters()))
+    packed = [name for name, p in model.named_parameters() if not p.is_floating_point() and p.ndim > 1]
+    if packed:
+        return "mxfp4" if any("expert" in name for name in packed) else "nf4"
+    return DTYPES.get(layer.element_size(), "bf16")
+
+
+@functools.lru_cache(maxsize=4096)
+def _automatic(loaded: Loaded, tokens: int, labelled: int, compact: bool, fixed: tuple[tuple[str, Any], ...]) -> Plan:
+    completion = max(1, min(labelled, tokens - 1))
+    work = loaded.work(context=max(2, tokens), completion=completion, group=1, compact=compact)
+    return made(work, loaded.limits, dict(fixed), refuse=False)
+
+
+def automatic(loaded: Loaded, tokens: int, labelled: int, compact: bool, fixed: Mapping[str, Any]) -> Plan:
+    """How a run of so many packed tokens goes, as though they were one sequence: no tree of them takes more.
+
+    Args:
+        labelled: tokens with a loss.
+        compact: the last layer returns labelled rows only.
+        fixed: what the user has laid down, by the names of `Policy`'s fields.
+
+    Returns:
+        A plan that fits, or the leanest one, with a warning that says what would fit.
+    """
+    found = _automatic(loaded, tokens, labelled, compact, tuple(sorted(fixed.items())))
+    if not found.fits:
+        _warn_once(refusal(found))
+    return found
+
+
+@functools.lru_cache(maxsize=64)
+def _warn_once(text: str) -> None:
+    logger.warning("by plan this step does not fit and may run out of memory: %s", text)
+
+
+class PlannedOutOfMemory(torch.OutOfMemoryError):
+    """Out of GPU memory, with the plan beside the fact."""
+
+
+@contextlib.contextmanager
+def explained(planned: Callable[[], Plan | None], what: str = "") -> Iterator[None]:
+    """Give an out-of-memory error inside the block the plan's text: what was planned, and what would fit.
+
+    Args:
+        planned: gives the plan of what runs; asked only when memory has run out.
+        what: where it happened, e.g. "while sampling"; the plan may speak of another part of the step.
+
+    Raises:
+        PlannedOutOfMemory: from the error.
+    """
+    try:
+        yield
+    except PlannedOutOfMemory:
+        raise
+    except torch.OutOfMemoryError as error:
+        plan = planned()
+        if plan is None:
+            raise
+        used = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+        # accelerate's search for a batch size that fits knows the error by these words
+        raise PlannedOutOfMemory(f"CUDA out of memory. {what}{plan.out_of_memory(used)}") from error
+
+
+__all__ = ["Loaded", "PlannedOutOfMemory", "automatic", "explained", "size"]

@@ -1,0 +1,66 @@
+"""The one rule by which a policy is chosen: the order of `policy.py`, the bytes of `memory.py`, the total memory of `limits.py`.
+
+`longreach.enable`, the trainers and `longreach plan` all choose by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .limits import CUDA_CONTEXT, HOST_PROCESS, SLACK, Limits
+from .memory import Memory, step_memory
+from .policy import Policy, tiers
+from .speed import step_seconds
+from .work import Work
+
+
+def card_bytes(memory: Memory) -> int:
+    """Bytes a card must have in all: tensors, the allocator's slack, the driver's own."""
+    return int(memory.gpu * SLACK) + CUDA_CONTEXT
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One policy and what a step under it takes."""
+
+    policy: Policy
+    memory: Memory
+    seconds: float
+
+    @property
+    def gpu_needed(self) -> int:
+        """Bytes a card must have in all."""
+        return card_bytes(self.memory)
+
+    @property
+    def host_needed(self) -> int:
+        return self.memory.host + HOST_PROCESS if self.memory.host else 0
+
+    def fits(self, limits: Limits) -> bool:
+        return limits.fit(self.gpu_needed, self.host_needed)
+
+
+def choices(work: Work, limits: Limits, fixed: Mapping[str, Any]) -> Iterator[tuple[Choice, ...]]:
+    """Every policy, tier by tier in the order of preference."""
+    for tier in tiers(work.tokens, work.shape.kind, fixed, offload=limits.offload):
+        yield tuple(Choice(p, step_memory(work, p), step_seconds(work, p, limits.rates)) for p in tier)
+
+
+def choose(work: Work, limits: Limits, fixed: Mapping[str, Any]) -> Choice | None:
+    """The fastest of the first tier in which one fits; None if nothing does."""
+    return first_fitting(choices(work, limits, fixed), limits)
+
+
+def first_fitting(found: Iterable[tuple[Choice, ...]], limits: Limits) -> Choice | None:
+    for tier in found:
+        fitting = [choice for choice in tier if choice.fits(limits)]
+        if fitting:
+            return min(fitting, key=lambda choice: choice.seconds)
+    return None
+
+
+def leanest(work: Work, limits: Limits, fixed: Mapping[str, Any]) -> Choice:
+    """What needs least of the GPU, for where nothing fits."""
+    return min((c for tier in choices(work, limits, fixed) for c in tier), key=lambda c: (c.gpu_needed, c.host_needed))

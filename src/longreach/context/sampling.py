@@ -1,0 +1,95 @@
+"""What sampling takes beside the weights: the cache of keys and values, and a prefill chunk or a decode step.
+
+Sampling and the training step do not overlap: both see the weights, adapters and optimizer states; gradients and what the step
+holds are gone when sampling begins, and the cache is gone when the step begins.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .choice import card_bytes
+from .limits import Limits
+from .memory import LIBRARIES, Memory, resident
+from .policy import LARGEST, Policy
+from .work import FLOAT, ChunkShape, Work
+from .workspace import ChunkSizes
+
+PAGE = 64  # tokens of a page
+OVERRUN = 2  # tokens that a row may run past its end
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How completions are sampled.
+
+    Attributes:
+        rows: completions decoded at a time.
+        prompts: distinct prompts held at a time.
+        shared: a prompt's keys and values are stored once for all its completions, in pages; else once for each.
+    """
+
+    rows: int
+    prompts: int = 1
+    shared: bool = True
+
+
+def sampling_memory(work: Work, sampling: Sampling) -> Memory:
+    """Peak of sampling, as `torch.cuda.max_memory_allocated` counts it, at the longest prompt and completion."""
+    shape, b = work.shape, work.itemsize
+    per_token = 2 * shape.keys * b
+    cache = sum(_cached(work, sampling, window) for window in shape.windows) * per_token
+    chunk = ChunkSizes.of(work, Policy(LARGEST, "none"), shape.windows, _prefill_chunk(work))
+    rows = sampling.rows
+    # A decode step's activations, and its logits: in the compute dtype, in fp32, and one copy while they are sampled from.
+    wide = 4 * shape.hidden + 3 * shape.query + 4 * shape.keys + 4 * shape.mlp * max(1, shape.active)
+    decode = rows * (wide * b + shape.vocab * (b + 2 * FLOAT))
+    # Transformers' cache grows by joining: the longest layer stands twice for a moment.
+    joined = 0 if sampling.shared else rows * work.context * per_token
+    parts = resident(work) | {
+        "cache of keys and values": cache,
+        "prefill or decode": max(chunk.forward(), decode) + joined,
+        "dequantized weights": shape.linear_matrices * b if work.format.packed else 0,
+        "kernel libraries": LIBRARIES,
+    }
+    return Memory({name: size for name, size in parts.items() if size}, {}, "sampling")
+
+
+def _prefill_chunk(work: Work) -> ChunkShape:
+    rows = max(1, min(LARGEST, work.prompt))
+    return ChunkShape(rows, max(0, work.prompt - rows))
+
+
+def _cached(work: Work, sampling: Sampling, window: int | None) -> int:
+    """Tokens whose keys one layer holds."""
+    if not sampling.shared:
+        return sampling.rows * work.context if window is None else sampling.rows * min(work.context, window)
+    own, prompt = _pages(work.completion + OVERRUN), _pages(max(1, work.prompt - 1))
+    if window is not None:
+        own, prompt = min(own, _pages(window) + 1), min(prompt, _pages(window) + 1) + 1
+    return (sampling.rows * own + sampling.prompts * prompt + 1) * PAGE
+
+
+def _pages(tokens: int) -> int:
+    return -(-tokens // PAGE)
+
+
+def fitting_rows(work: Work, limits: Limits, wanted: int, needed: int | None = None) -> Sampling | None:
+    """The most completions that may be decoded at a time on a card, at most `wanted`; None if not even one prompt's single one.
+
+    Args:
+        work: the largest prompt and completion, and the group size.
+        needed: bytes of the card that may be used, if not its whole memory.
+
+    Returns:
+        Rows: `wanted`, or a power of two below it; the prompts that they need at a time.
+    """
+    room = limits.gpu_bytes if needed is None else needed
+    rows = wanted
+    while rows >= 1:
+        # One prompt more than the rows fill: the next is computed while the last completions of another still run.
+        found = Sampling(rows, -(-rows // work.group) + 1)
+        if room is None or card_bytes(sampling_memory(work, found)) <= room:
+            return found
+        rows = 1 << ((rows - 1).bit_length() - 1) if rows > 1 else 0
+    return None
