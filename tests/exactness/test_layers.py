@@ -16,7 +16,7 @@ from longreach.context.tree import TokenTree
 from .models import build, gradients, true_fp64, worst
 from .test_architectures import TREES, group, ids, loss_of
 
-F64 = torch.float64
+F32, F64 = torch.float32, torch.float64
 FUSED = ("llama", "mistral", "qwen2", "qwen3", "gemma3")
 
 
@@ -103,6 +103,49 @@ def test_keeping_on_the_host_and_saving_attention_change_nothing(name, fuse):
             loss, grads = grads_of(model, tree, chunk=7, offload=offload, save_attention=save, fuse=fuse)
             assert loss == plain[0]
             assert worst(plain[1], grads)[0] <= (2e-6 if save and fuse else 0.0), (offload, save)
+
+
+@pytest.mark.parametrize("fuse", [True, False], ids=["fused", "module"])
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "gemma2", "qwen3_next", "gpt_oss", "mixtral"])
+@pytest.mark.parametrize("tree_name", ["group", "deep"])
+def test_streaming_from_the_host_changes_no_bit(name, tree_name, fuse):
+    """The hidden row, keys, values and all gradients on the host; inputs of few layers kept. Windows, states, experts too."""
+    tree, _ = TREES[tree_name]()
+    plain = grads_of(build(name, F32, lora=True), tree, chunk=7, offload="none", save_attention=False, fuse=fuse)
+    for offload, every, save in (
+        ("rows", 1, True),
+        ("keys", 1, False),
+        ("keys", 3, False),
+        ("none", 2, False),
+        ("host", 4, True),
+    ):
+        model = build(name, F32, lora=True)
+        how = {"chunk": 7, "offload": offload, "keep_every": every, "fuse": fuse}
+        loss, grads = grads_of(model, tree, save_attention=save, **how)
+        assert loss == plain[0]
+        assert worst(plain[1], grads)[0] <= (2e-6 if save and fuse else 0.0), (offload, every)
+        assert grads.keys() == plain[1].keys()
+        with torch.no_grad():
+            assert loss_of(token_logprobs(model, tree), F32) == loss
+
+
+@pytest.mark.parametrize("name", ["llama", "granite", "gpt_oss"])
+def test_streaming_with_trained_embeddings(name):
+    """All parameters: the embedding's output and its gradient are then a tensor of the first layer."""
+    tree, _ = TREES["packing"]()
+    plain = grads_of(build(name, F32, lora=False), tree, chunk=7, offload="none", save_attention=False)
+    for offload, every in (("rows", 3), ("keys", 1)):
+        grads = grads_of(
+            build(name, F32, lora=False), tree, chunk=7, offload=offload, keep_every=every, save_attention=False
+        )
+        assert worst(plain[1], grads[1])[0] == 0.0, offload
+
+
+def test_streamed_keys_leave_no_trace_of_the_layer_before():
+    """Sums of another layer lie in the same host memory; a window touches a part of them only."""
+    tree = TokenTree.from_sequences([ids(60, 1)])
+    plain = grads_of(build("gemma3", F32, lora=True), tree, chunk=5, offload="none")
+    assert worst(plain[1], grads_of(build("gemma3", F32, lora=True), tree, chunk=5, offload="keys")[1])[0] == 0.0
 
 
 def test_saved_attention_is_not_computed_again(monkeypatch):

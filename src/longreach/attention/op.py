@@ -67,6 +67,9 @@ class KeyValues:
     def prefetch(self, ranges: Ranges, owed: bool = False) -> None:
         """Ranges that will be read next and, with `owed`, added to."""
 
+    def begin_forward(self) -> None:
+        """A layer begins to store its keys and values."""
+
     def begin_backward(self) -> None:
         """Forget the gradient sums; they are zeroed when first used."""
         self._zeroed = False

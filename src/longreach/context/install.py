@@ -21,12 +21,13 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from ..attention import AttentionSpec, attention
+from .autograd import run_layer
 from .kv import CHUNK_KWARG, ChunkContext
-from .layer import LayerCall, Run, run_layer
-from .offload import POLICIES, HostPool
+from .layer import LayerCall, Run
+from .offload import POLICIES, EmbeddingRow, HostPool
 from .precision import WideResidual, compute_dtype
 from .rows import check_holes, rows_layout, to_rows
-from .support import TESTED, UnsupportedModelError, check_supported, check_window
+from .support import PLAIN_EMBEDDING, TESTED, UnsupportedModelError, check_supported, check_window
 from .tree import Layout
 
 logger = logging.getLogger(__name__)
@@ -89,6 +90,7 @@ class Options:
     chunk: int | None
     offload: str | None
     save_attention: bool | None
+    keep_every: int | None = None
     fuse: bool = True  # hand-written layers where there is one; tests compare with the module itself
 
 
@@ -152,9 +154,11 @@ class Engine:
             replay_random=any(m.training for m in self.causal.modules()),
             resumed=self._resumed,
             routers=self.routers if router_logits else {},
+            offload=offload,
+            keep_every=self.options.keep_every or 1,
         )
-        if backward and offload == "host":
-            run.lease = self.pool.lease(run)
+        if run.streams or (backward and offload == "host"):
+            run.use(self.pool.lease(run))
         return run
 
     def settle(self, tokens: int) -> tuple[int, str, bool]:
@@ -225,8 +229,16 @@ class Engine:
                 )
         kwargs["use_cache"] = False
         kwargs["return_dict"] = True
+        embedding = self.decoder.get_input_embeddings()
+        if run.streams and kwargs.get("input_ids") is not None and self._embeds_plainly(embedding):
+            run.inputs[0] = EmbeddingRow(embedding, kwargs.pop("input_ids")[0])
+            kwargs["inputs_embeds"] = run.stand_in(embedding.weight[0])
         self._switch_on(run)
         return args, kwargs
+
+    def _embeds_plainly(self, embedding: nn.Module) -> bool:
+        """Whether the first layer's input is the frozen embedding's output and nothing else."""
+        return self.config.model_type in PLAIN_EMBEDDING and not any(p.requires_grad for p in embedding.parameters())
 
     def _switch_on(self, run: Run) -> None:
         self.run = run
@@ -290,6 +302,11 @@ class Engine:
         else:
             layer, call = fn.args[0], functools.partial(fn.func, fn.args[0])
         index = self.index[layer]
+        if index in self.run.inputs and args[0].stride(1) != 0:
+            raise UnsupportedModelError(
+                f"{self.config.model_type!r} changes hidden states between its layers, so they can't stream from host memory; "
+                "pass offload='host'"
+            )
         if any(isinstance(m, Tensor) for m in _leaves(kwargs.pop("attention_mask", None))):
             raise UnsupportedModelError(
                 f"{self.config.model_type!r} hands its layers a prepared attention mask; what a mask alone expresses can't "
@@ -379,6 +396,7 @@ def enable(
     chunk: int | str = "auto",
     offload: str = "auto",
     save_attention: bool | str = "auto",
+    keep_every: int | str = "auto",
     parity_check: bool = True,
 ) -> None:
     """Run a Transformers model's layers in exact chunks from now on.
@@ -389,8 +407,12 @@ def enable(
     Args:
         model: a causal language model of Transformers, bare or in a PEFT, DDP or accelerate wrapper.
         chunk: tokens per chunk, or "auto".
-        offload: where layer inputs wait for the backward: "none" (the model's device), "host" or "auto".
+        offload: what waits in host memory: "none"; "host": layer inputs and saved attention; "rows": the hidden row and its
+            gradient between the layers too; "keys": keys, values and their gradients too, so that GPU memory hardly grows
+            with the context; or "auto". No choice changes a bit of the result.
         save_attention: keep each chunk's attention output so that the backward does not compute it again; "auto" or a bool.
+        keep_every: keep the inputs of every so-many-th layer only; the backward computes the others again (less host or GPU
+            memory for one more forward of those layers); "auto" or a whole number from 1 up.
         parity_check: compare a small tree with stock eager attention now, and raise `ParityError` on a mismatch; done once
             for a set of trainable parameters.
 
@@ -398,7 +420,7 @@ def enable(
         UnsupportedModelError: the architecture can't run in chunks.
         ParityError: loss or gradients differ from stock by more than the dtype's rounding.
     """
-    options = resolve(chunk, offload, save_attention)
+    options = resolve(chunk, offload, save_attention, keep_every)
     adapters = getattr(model, "peft_config", None)
     for name, adapter in adapters.items() if isinstance(adapters, dict) else ():
         if getattr(adapter, "is_prompt_learning", False):
@@ -419,16 +441,19 @@ def enable(
         engine.checked = trained
 
 
-def resolve(chunk: int | str, offload: str, save_attention: bool | str) -> Options:
-    """Validate the three choices; "auto" becomes None."""
+def resolve(chunk: int | str, offload: str, save_attention: bool | str, keep_every: int | str = "auto") -> Options:
+    """Validate the choices; "auto" becomes None."""
     if chunk != "auto" and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
         raise ValueError(f"chunk={chunk!r}: give the tokens per chunk, a whole number from 1 up, or 'auto'")
     if offload not in ("auto", *POLICIES):
         raise ValueError(f"offload={offload!r}: choose one of 'auto', {', '.join(map(repr, POLICIES))}")
     if save_attention not in ("auto", True, False):
         raise ValueError(f"save_attention={save_attention!r}: choose 'auto', True or False")
+    if keep_every != "auto" and (isinstance(keep_every, bool) or not isinstance(keep_every, int) or keep_every < 1):
+        raise ValueError(f"keep_every={keep_every!r}: give a whole number of layers from 1 up, or 'auto'")
     return Options(
         None if chunk == "auto" else int(chunk),
         None if offload == "auto" else offload,
         None if save_attention == "auto" else bool(save_attention),
+        None if keep_every == "auto" else int(keep_every),
     )

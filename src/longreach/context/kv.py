@@ -58,6 +58,9 @@ class KeyValueMemory:
         self.kv = run.kv
         self.chunks = run.layout.chunks(run.chunk, cut_at_reads=last and run.compact)
 
+    def begin_forward(self) -> None:
+        self.kv.begin_forward()
+
     def begin_backward(self) -> None:
         self.kv.begin_backward()
 
@@ -143,6 +146,9 @@ class StateMemory:
                 self.previous.append(None if parent == ROOT else ends[parent])
         self.states: list[tuple[Tensor, ...]] = [()] * len(self.chunks)
         self.dstates: list[list[Tensor | None]] = [[] for _ in self.chunks]
+
+    def begin_forward(self) -> None:
+        """Nothing to forget: states are kept from the forward to the backward."""
 
     def begin_backward(self) -> None:
         self.dstates = [[] for _ in self.chunks]

@@ -1,9 +1,7 @@
 """One decoder layer, chunk by chunk, with the gradients of the whole sequence.
 
 Forward (no grad): each chunk goes through the unmodified layer; its attention sees the keys and values of earlier chunks, which
-live only while this layer runs; the layer's input is kept. Backward: keys and values are rebuilt (the call stops as soon as they
-exist), then chunks are visited last to first, recomputed with grad and backpropagated; what earlier keys and values are owed
-collects in fp32 and joins a chunk's own gradient when its turn comes.
+live only while this layer runs; the layer's input is kept. The backward, and how both hang in autograd's graph: `autograd.py`.
 
 Shape suffixes: T packed tokens, C tokens of a chunk, R rows that are read, E experts. Hidden states are [1, T, hidden].
 """
@@ -11,19 +9,21 @@ Shape suffixes: T packed tokens, C tokens of a chunk, R rows that are read, E ex
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from ..attention import KeyValues
-from ..attention.op import wide_dtype
+from ..quant.linear import shared_weights
 from .fused import FusedLayer
+from .fused_moe import fused_layer
 from .kv import ChunkContext, KeyValueMemory, StateMemory, StopForward
-from .offload import DeviceRows, HostRows, Lease, Rows
+from .offload import DevicePieces, DeviceRow, HostRow, Lease, Row
+from .replay import rng_state, set_rng_state
+from .stream import HostKeyValues
 from .tree import Chunk, Layout
 
 
@@ -36,18 +36,22 @@ class Run:
         layers: of the model.
         compact: the last layer returns only the rows that carry a label.
         backward: False for scoring; nothing is then kept.
-        lease: host memory for what is kept; None keeps it on the device.
         save_attention: keep attention outputs too, so that the backward does not compute them again.
         fuse: run layers of known families by their hand-written form.
         replay_random: restore each chunk's random state in the backward (dropout, router jitter).
+        resumed: puts the model's attention back to chunks while a backward recomputes.
+        offload: what waits in host memory, one of `offload.POLICIES`.
+        keep_every: only the inputs of every so-many-th layer are kept; the backward computes the others again.
         routers: layer index -> router module whose logits are wanted for the load-balancing loss.
         router_logits: [T, E] of each MoE layer, differentiable.
-        resumed: puts the model's attention back to chunks while a backward recomputes.
         captured: router module -> logits of the chunk just computed.
         kept: layer index -> what its backward needs.
+        calls: layer index -> its call, for as long as the graph lives.
         hidden: the decoder's output, until `score` takes it.
         gradient_row: address of the gradient that the layer above has just returned. Only the next layer's backward reads
             that tensor (a hidden state has one consumer), so it is written over; a hook that keeps it would see that.
+        inputs: layer index -> its input, where it does not travel from layer to layer as a tensor.
+        gradient: of the layer input last visited by the backward, likewise.
     """
 
     layout: Layout
@@ -59,45 +63,86 @@ class Run:
     fuse: bool
     replay_random: bool
     resumed: Callable[[Run], contextlib.AbstractContextManager[None]]
+    offload: str = "none"
+    keep_every: int = 1
     routers: dict[int, nn.Module] = field(default_factory=dict)
-    lease: Lease | None = None
     router_logits: list[Tensor] = field(default_factory=list)
     captured: dict[nn.Module, Tensor] = field(default_factory=dict)
     kept: dict[int, Kept] = field(default_factory=dict)
+    calls: dict[int, Callable[[], LayerCall | None]] = field(default_factory=dict)
     hidden: Tensor | None = None
     gradient_row: int = 0
+    inputs: dict[int, Row] = field(default_factory=dict)
+    gradient: Row | None = None
 
     def __post_init__(self) -> None:
+        self.lease: Lease | None = None
         self.kv = KeyValues(self.layout.tokens)
+        self.spare: list[HostRow] = []
+        self.streams = self.offload in ("rows", "keys")
 
-    def rows(self) -> Rows:
-        return DeviceRows() if self.lease is None else HostRows(self.lease, self.layout.tokens)
+    def use(self, lease: Lease) -> None:
+        """Give the run its host memory."""
+        self.lease = lease
+        if self.offload == "keys":
+            self.kv = HostKeyValues(lease, self.layout.tokens)
+
+    def row(self) -> Row:
+        """A new place for one value per token."""
+        if self.lease is None:
+            return DeviceRow(self.layout.tokens)
+        return self.spare.pop() if self.spare else HostRow(self.lease, self.layout.tokens)
+
+    def pieces(self) -> Row:
+        """The same for what is fetched chunk by chunk, as it was saved."""
+        return DevicePieces() if self.lease is None else self.row()
+
+    def keeps(self, index: int) -> bool:
+        """Whether the layer's input is kept for the backward."""
+        return self.backward and index % self.keep_every == 0
+
+    def source(self, index: int, hidden: Tensor) -> Row:
+        """The layer's input."""
+        return self.inputs[index] if index in self.inputs else DeviceRow(self.layout.tokens, hidden[0])
+
+    def place_output(self, index: int) -> Row:
+        """Where the layer's output waits as the next one's input, in host memory; what is not kept shares one place."""
+        old = self.inputs.get(index)
+        reused = isinstance(old, HostRow) and not self.keeps(index) and not self.keeps(index + 1)
+        self.inputs[index + 1] = old if reused and old is not None else self.row()
+        return self.inputs[index + 1]
+
+    def stand_in(self, like_M: Tensor) -> Tensor:
+        """[1, T, M] that takes no memory: what the model hands from layer to layer while the real rows are elsewhere."""
+        return alias(like_M.new_zeros(1).expand(1, self.layout.tokens, len(like_M)))
 
 
 class Kept:
     """What a layer's backward needs: its input, each chunk's random state, and on request attention outputs."""
 
     def __init__(self, run: Run) -> None:
-        self.hidden = run.rows()
-        self.out: Rows | None = run.rows() if run.save_attention else None
-        self.lse: Rows | None = run.rows() if run.save_attention else None
+        self.hidden: Row | None = None
+        self.out, self.lse_T = run.pieces(), run.pieces()
+        self.attended: set[int] = set()
         self.rng: list[Any] = []
 
-    def save_attention(self, start: int, stop: int, out_CHD: Tensor, lse_HC: Tensor) -> None:
-        if self.out is not None and self.lse is not None:
-            self.out.save(start, stop, out_CHD)
-            self.lse.save(start, stop, lse_HC)
+    def save_attention(self, chunk: Chunk, out_CHD: Tensor, lse_HC: Tensor) -> None:
+        self.out.save(chunk.start, chunk.stop, out_CHD)
+        self.lse_T.save(chunk.start, chunk.stop, lse_HC.t().contiguous())
+        self.attended.add(chunk.start)
 
-    def attention(self, start: int) -> tuple[Tensor, Tensor] | None:
-        if self.out is None or self.lse is None or start not in self.out.held:
+    def attention(self, chunk: Chunk) -> tuple[Tensor, Tensor] | None:
+        if chunk.start not in self.attended:
             return None
-        return self.out.fetch(start), self.lse.fetch(start)
+        lse_CH = self.lse_T.fetch(chunk.start, chunk.stop)
+        return self.out.fetch(chunk.start, chunk.stop), lse_CH.t().contiguous()
 
-    def prefetch(self, start: int, attention: bool) -> None:
-        self.hidden.prefetch(start)
-        if attention and self.out is not None and self.lse is not None and start in self.out.held:
-            self.out.prefetch(start)
-            self.lse.prefetch(start)
+    def prefetch(self, chunk: Chunk, attention: bool) -> None:
+        if self.hidden is not None:
+            self.hidden.prefetch(chunk.start, chunk.stop)
+        if attention and chunk.start in self.attended:
+            self.out.prefetch(chunk.start, chunk.stop)
+            self.lse_T.prefetch(chunk.start, chunk.stop)
 
 
 @dataclass
@@ -124,286 +169,111 @@ class LayerCall:
         """The layer's hand-written form for one pass, if it has one and computes in the dtype of the hidden state."""
         if not self.run.fuse or self.linear or self.router is not None:
             return None
-        return FusedLayer.of(self.layer, self.dtype)
+        return fused_layer(self.layer, self.dtype, keep=len(self.memory.chunks) > 1)
+
+    def sharing(self) -> contextlib.AbstractContextManager[None]:
+        """Around a pass: weights in 4 bits are made once for all of its chunks."""
+        return shared_weights(len(self.memory.chunks) > 1)
 
     def needs_output(self, chunk: Chunk) -> bool:
         """In a compact run nobody reads the last layer's unlabelled rows (but a router loss counts every token)."""
-        return not (self.last and self.run.compact) or chunk.reads > 0 or self.router is not None
+        return not self.trims or chunk.reads > 0 or self.router is not None
 
-    def on(self, i: int, hidden: Tensor, handed: Any) -> Tensor | None:
-        """Layer output [1, C, hidden] of chunk i, or None where the call stopped at the keys and values."""
+    def visits(self, chunk: Chunk) -> bool:
+        """Whether the chunk is computed at all."""
+        return chunk.is_context or self.needs_output(chunk)
+
+    def on(self, i: int, hidden_CM: Tensor, handed: Any) -> Tensor | None:
+        """Layer output [C, hidden] of chunk i, or None where the call stopped at the keys and values."""
         chunk = self.memory.chunks[i]
         total = self.run.layout.tokens
         kwargs = {k: _slice(v, chunk.start, chunk.stop, total) for k, v in self.kwargs.items()}
         kwargs |= self.memory.arguments(handed, self.cache_name)
         try:
-            out = self.call(hidden, **kwargs)
+            out = self.call(hidden_CM[None], **kwargs)
         except StopForward:
             return None
-        return out[0] if isinstance(out, tuple) else out
+        return out[0][0] if isinstance(out, tuple) else out[0]
 
     def cos_sin(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
         """Rotary tables [C, D] of a chunk."""
         cos, sin = self.kwargs["position_embeddings"]
         return cos[0, chunk.start : chunk.stop], sin[0, chunk.start : chunk.stop]
 
-    def read(self, chunk: Chunk, out: Tensor) -> tuple[Tensor, slice]:
+    @property
+    def trims(self) -> bool:
+        """Whether only the rows that somebody reads leave this layer."""
+        return self.last and self.run.compact
+
+    def read(self, chunk: Chunk, out_CM: Tensor) -> tuple[Tensor, int, int]:
         """The rows of a chunk's output that the next layer gets, and their place there."""
-        if not (self.last and self.run.compact):
-            return out, slice(chunk.start, chunk.stop)
+        if not self.trims:
+            return out_CM, chunk.start, chunk.stop
         first = self.run.layout.reads(0, chunk.start)
-        place = slice(first, first + chunk.reads)
-        return out if chunk.reads == out.shape[1] else out[:, chunk.read_rows.to(out.device)], place
-
-    def unread(self, chunk: Chunk, dout: Tensor) -> Tensor:
-        """The gradient of a chunk's whole output from that of the rows that were read."""
-        if not (self.last and self.run.compact):
-            return dout[:, chunk.start : chunk.stop]
-        first = self.run.layout.reads(0, chunk.start)
-        part = dout[:, first : first + chunk.reads]
-        rows = chunk.stop - chunk.start
-        if chunk.reads == rows:
-            return part
-        return dout.new_zeros(1, rows, dout.shape[-1]).index_copy(1, chunk.read_rows.to(dout.device), part)
+        rows = out_CM if chunk.reads == len(out_CM) else out_CM[chunk.read_rows.to(out_CM.device)]
+        return rows, first, first + chunk.reads
 
 
-def run_layer(call: LayerCall, hidden: Tensor) -> Tensor:
-    """Output of a layer: [1, T, hidden], or [1, R, hidden] of the last layer of a compact run."""
-    if not call.run.backward:
-        with torch.no_grad():
-            out, _ = _forward(call, hidden, None)
-        return out
-    params = [p for p in call.layer.parameters() if p.requires_grad]
-    out, router_logits = _ChunkedLayer.apply(call, params, hidden, *params)
-    if call.router is not None:
-        call.run.router_logits.append(router_logits)
-    return out
+def compute(
+    call: LayerCall, source: Row, sink: Row, kept: Kept | None, replay: list[Any] | None = None
+) -> Tensor | None:
+    """A layer's forward from one row to another. With `replay`, each chunk's random state is the one given.
 
-
-def _forward(call: LayerCall, hidden: Tensor, kept: Kept | None) -> tuple[Tensor, Tensor | None]:
+    Returns:
+        The router's logits [T, E] where they are wanted.
+    """
     run, memory = call.run, call.memory
-    layout, fused = run.layout, call.fused()
+    fused, router_TE = call.fused(), None
+    visited = [i for i, chunk in enumerate(memory.chunks) if call.visits(chunk)]
     if kept is not None:
-        for chunk in memory.chunks:
-            if call.needs_output(chunk) or chunk.is_context:
-                kept.hidden.save(chunk.start, chunk.stop, hidden[:, chunk.start : chunk.stop])
-    # Where the input is not needed any more, or has gone to the host, the output is written over it.
-    in_place = not (call.last and run.compact) and (kept is None or run.lease is not None)
-    rows = len(layout.read_index) if call.last and run.compact else layout.tokens
-    out = _alias(hidden) if in_place else hidden.new_empty(1, rows, hidden.shape[-1])
-    router_TE = None
-    for i, chunk in enumerate(memory.chunks):
-        wanted = call.needs_output(chunk)
+        kept.rng = [None] * len(memory.chunks)
+    memory.begin_forward()
+    for i, following in zip(visited, [*visited[1:], None]):
+        chunk = memory.chunks[i]
+        hidden_CM = source.fetch(chunk.start, chunk.stop)
+        if following is not None:
+            source.prefetch(memory.chunks[following].start, memory.chunks[following].stop)
         if kept is not None:
-            kept.rng.append(rng_state(hidden.device) if run.replay_random else None)
-        if not wanted and not chunk.is_context:
+            kept.rng[i] = rng_state(hidden_CM.device) if run.replay_random else None
+            if kept.hidden is not None and kept.hidden is not source:
+                kept.hidden.save(chunk.start, chunk.stop, hidden_CM)
+        if replay is not None:
+            set_rng_state(replay[i])
+        out_CM = _chunk_forward(call, i, hidden_CM, fused, kept)
+        if out_CM is None:
             continue
-        chunk_out = _chunk_forward(call, i, hidden[:, chunk.start : chunk.stop], fused, kept, wanted)
-        if not wanted or chunk_out is None:
-            continue
-        read, place = call.read(chunk, chunk_out)
-        if out.dtype != read.dtype:
-            out = out.to(read.dtype)
-        elif in_place and kept is not None:
-            kept.hidden.wait_saved(chunk.start)
-        out[:, place] = read
+        if kept is not None and kept.hidden is not None:
+            kept.hidden.wait_saved()
+        rows, start, stop = call.read(chunk, out_CM)
+        sink.save(start, stop, rows)
         if call.router is not None:
             logits_CE = run.captured.pop(call.router)
             if router_TE is None:
-                router_TE = logits_CE.new_empty(layout.tokens, logits_CE.shape[-1])
+                router_TE = logits_CE.new_empty(run.layout.tokens, logits_CE.shape[-1])
             router_TE[chunk.start : chunk.stop] = logits_CE.reshape(-1, logits_CE.shape[-1])
-    return out, router_TE
+    return router_TE
 
 
 def _chunk_forward(
-    call: LayerCall, i: int, hidden: Tensor, fused: FusedLayer | None, kept: Kept | None, wanted: bool
+    call: LayerCall, i: int, hidden_CM: Tensor, fused: FusedLayer | None, kept: Kept | None
 ) -> Tensor | None:
     memory, chunk, run = call.memory, call.memory.chunks[i], call.run
+    wanted = call.needs_output(chunk)
+    attended = None
     if fused is not None:
         if not wanted:
-            fused.store_keys(hidden[0], call.cos_sin(chunk), run.kv, chunk)
+            fused.store_keys(hidden_CM, call.cos_sin(chunk), run.kv, chunk)
             return None
-        out_CM, attended = fused.forward(hidden[0], call.cos_sin(chunk), run.kv, chunk)
-        if kept is not None:
-            kept.save_attention(chunk.start, chunk.stop, *attended)
-        return out_CM[None]
-    handed = memory.open(i, stop=not wanted and memory.stops_early)
-    out = call.on(i, hidden, handed)
-    memory.keep(i, handed)  # type: ignore[arg-type]
-    if kept is not None and isinstance(handed, ChunkContext) and handed.attended is not None:
-        kept.save_attention(chunk.start, chunk.stop, *handed.attended)
-    return out
-
-
-class _ChunkedLayer(torch.autograd.Function):
-    """hidden, trainable parameters -> output, router logits. Parameters are inputs so that DDP and hooks stay stock."""
-
-    @staticmethod
-    def forward(ctx: Any, call: LayerCall, params: list[nn.Parameter], hidden: Tensor, *_params: Tensor):
-        ctx.set_materialize_grads(False)
-        ctx.call, ctx.params = call, params
-        ctx.autocast = autocast_state(hidden.device)
-        kept = Kept(call.run) if any(ctx.needs_input_grad) else None
-        if kept is not None:
-            call.run.kept[call.index] = kept
-        ctx.like = hidden.new_empty(0)
-        ctx.width = hidden.shape[-1]
-        return _forward(call, hidden, kept)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout: Tensor | None, drouter_TE: Tensor | None):
-        call: LayerCall = ctx.call
-        run, memory = call.run, call.memory
-        kept = run.kept.pop(call.index, None)
-        if kept is None:
-            raise RuntimeError(
-                "a second backward through the same chunked forward: what it kept is gone. Add the losses and call backward "
-                "once, or compute the log-probs again"
-            )
-        rng_now = rng_state(ctx.like.device) if run.replay_random else None
-        dhidden = None
-        if ctx.needs_input_grad[2]:
-            if dout is not None and dout.data_ptr() == run.gradient_row and dout.shape[1] == run.layout.tokens:
-                dhidden = _alias(dout)
-            else:
-                dhidden = ctx.like.new_empty(1, run.layout.tokens, ctx.width)
-            run.gradient_row = dhidden.data_ptr()
-        step = _Step(call, call.fused(), kept, dout, drouter_TE, dhidden, ParamGrads(ctx.params))
-        with autocast_as(ctx.autocast), run.resumed(run):
-            step.rebuild()
-            memory.begin_backward()
-            for i in reversed(range(len(memory.chunks))):
-                step.chunk(i)
-        below = run.kept.get(call.index - 1)
-        if below is not None:
-            below.prefetch(0, attention=False)
-        set_rng_state(rng_now)
-        return None, None, dhidden, *step.dparams.done()
-
-
-@dataclass
-class _Step:
-    """The backward of one layer."""
-
-    call: LayerCall
-    fused: FusedLayer | None
-    kept: Kept
-    dout: Tensor | None
-    drouter_TE: Tensor | None
-    dhidden: Tensor | None
-    dparams: ParamGrads
-
-    def rebuild(self) -> None:
-        """Keys and values of every chunk that a later one sees. Linear-attention states were kept by the forward."""
-        call, memory = self.call, self.call.memory
-        context = [i for i, c in enumerate(memory.chunks) if c.is_context] if memory.stops_early else []
-        for at, i in enumerate(context):
-            chunk = memory.chunks[i]
-            hidden = self.kept.hidden.fetch(chunk.start)
-            if at + 1 < len(context):
-                self.kept.prefetch(memory.chunks[context[at + 1]].start, attention=False)
-            else:
-                self._prefetch_before(len(memory.chunks))
-            if self.fused is not None:
-                self.fused.store_keys(hidden[0], call.cos_sin(chunk), call.run.kv, chunk)
-                continue
-            set_rng_state(self.kept.rng[i])
-            with torch.no_grad():
-                call.on(i, hidden, memory.open(i, stop=True))
-
-    def _prefetch_before(self, i: int) -> None:
-        """Bring back the chunk that is visited after chunk i."""
-        for j in range(i - 1, -1, -1):
-            chunk = self.call.memory.chunks[j]
-            if self.call.needs_output(chunk) or chunk.is_context:
-                self.kept.prefetch(chunk.start, attention=self.call.needs_output(chunk))
-                return
-
-    def chunk(self, i: int) -> None:
-        """Recompute chunk i, backpropagate, and hand on what its predecessors are owed."""
-        call, chunk = self.call, self.call.memory.chunks[i]
-        wanted = call.needs_output(chunk)
-        grad = None
-        if wanted or chunk.is_context:
-            hidden = self.kept.hidden.fetch(chunk.start)
-            saved = self.kept.attention(chunk.start) if wanted else None
-            self._prefetch_before(i)
-            grad = (self._fused if self.fused is not None else self._autograd)(i, hidden, saved, wanted)
-        if self.dhidden is not None:
-            if grad is None:
-                self.dhidden[:, chunk.start : chunk.stop] = 0
-            else:
-                self.dhidden[:, chunk.start : chunk.stop] = grad
-
-    def _fused(self, i: int, hidden: Tensor, saved: Any, wanted: bool) -> Tensor | None:
-        call, chunk, fused = self.call, self.call.memory.chunks[i], self.fused
-        assert fused is not None
-        place = (hidden[0], call.cos_sin(chunk), call.run.kv, chunk)
-        need_dx = self.dhidden is not None
-        if not wanted:
-            dx_CM, grads = fused.keys_backward(*place, need_dx)
-        elif self.dout is None:
-            return None
-        else:
-            # The gradient's row may be written over: the layer's backward adds into its copy.
-            dy_CM = call.unread(chunk, self.dout)[0]
-            dx_CM, grads = fused.backward(dy_CM, *place, saved, need_dx)
-        self.dparams.add([grads.get(p) for p in self.dparams.params])
-        return None if dx_CM is None else dx_CM[None]
-
-    def _autograd(self, i: int, hidden: Tensor, saved: Any, wanted: bool) -> Tensor | None:
-        call, memory, chunk = self.call, self.call.memory, self.call.memory.chunks[i]
-        set_rng_state(self.kept.rng[i])
-        hidden = hidden.detach().requires_grad_(self.dhidden is not None)
-        handed = memory.open(i, stop=not wanted and memory.stops_early, track=True, saved=saved)
-        with torch.enable_grad():
-            out = call.on(i, hidden, handed)
-            pairs = memory.loose_ends(i, handed)  # type: ignore[arg-type]
-            if wanted and out is not None and self.dout is not None:
-                read, place = call.read(chunk, out)
-                if place.start < place.stop:
-                    pairs.append((read, self.dout[:, place]))
-            if wanted and call.router is not None:
-                logits_CE = call.run.captured.pop(call.router)
-                if self.drouter_TE is not None:
-                    pairs.append((logits_CE, self.drouter_TE[chunk.start : chunk.stop].reshape(logits_CE.shape)))
-        pairs = [(t, d) for t, d in pairs if t.requires_grad]
-        if not pairs:
-            return None
-        leaves = memory.leaves(handed)  # type: ignore[arg-type]
-        inputs = [hidden] if self.dhidden is not None else []
-        outs, douts = zip(*pairs)
-        grads = torch.autograd.grad(outs, [*inputs, *leaves, *self.dparams.params], douts, allow_unused=True)
-        memory.absorb(i, grads[len(inputs) : len(inputs) + len(leaves)])
-        self.dparams.add(grads[len(inputs) + len(leaves) :])
-        return grads[0] if inputs else None
-
-
-class ParamGrads:
-    """Sums of parameter gradients over chunks, in at least fp32 where there is more than one."""
-
-    def __init__(self, params: Sequence[nn.Parameter]) -> None:
-        self.params = params
-        self.sums: list[Tensor | None] = [None] * len(params)
-        self.owned = [False] * len(params)
-
-    def add(self, grads: Sequence[Tensor | None]) -> None:
-        for i, grad in enumerate(grads):
-            held = self.sums[i]
-            if grad is None:
-                continue
-            if held is None:
-                self.sums[i] = grad
-            elif self.owned[i]:
-                held.add_(grad)
-            else:
-                # Autograd may hand the same tensor to two parameters: the first sum makes a tensor of our own.
-                self.sums[i] = held.to(wide_dtype(held.dtype)) + grad
-                self.owned[i] = True
-
-    def done(self) -> list[Tensor | None]:
-        return [None if s is None else s.to(p.dtype) for s, p in zip(self.sums, self.params)]
+        out_CM, attended = fused.forward(hidden_CM, call.cos_sin(chunk), run.kv, chunk)
+    else:
+        handed = memory.open(i, stop=not wanted and memory.stops_early)
+        out_CM = call.on(i, hidden_CM, handed)
+        memory.keep(i, handed)  # type: ignore[arg-type]
+        if isinstance(handed, ChunkContext):
+            attended = handed.attended
+    if kept is not None and run.save_attention and attended is not None:
+        kept.save_attention(chunk, *attended)
+    return out_CM if wanted else None
 
 
 def _slice(x: Any, start: int, stop: int, total: int) -> Any:
@@ -417,29 +287,6 @@ def _slice(x: Any, start: int, stop: int, total: int) -> Any:
     return x
 
 
-def _alias(x: Tensor) -> Tensor:
+def alias(x: Tensor) -> Tensor:
     """The same memory as a tensor that autograd knows nothing of."""
     return x.new_empty(0).set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride())
-
-
-def autocast_state(device: torch.device) -> tuple[str, torch.dtype] | None:
-    """What `autocast_as` needs to compute as now."""
-    return (device.type, torch.get_autocast_dtype(device.type)) if torch.is_autocast_enabled(device.type) else None
-
-
-def autocast_as(state: tuple[str, torch.dtype] | None) -> contextlib.AbstractContextManager[Any]:
-    return torch.autocast(state[0], dtype=state[1]) if state is not None else contextlib.nullcontext()
-
-
-def rng_state(device: torch.device) -> tuple[torch.device, Tensor]:
-    return device, torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-
-
-def set_rng_state(state: tuple[torch.device, Tensor] | None) -> None:
-    if state is None:
-        return
-    device, bits = state
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(bits, device)
-    else:
-        torch.set_rng_state(bits)

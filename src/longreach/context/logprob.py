@@ -14,8 +14,9 @@ from torch.autograd.function import once_differentiable
 
 from ..attention.op import wide_dtype
 from ..kernels.logprob import row_logprob, row_logprob_backward
+from .autograd import ParamGrads
 from .install import Engine, enable, engine_of
-from .layer import ParamGrads, autocast_as, autocast_state, rng_state, set_rng_state
+from .replay import autocast_as, autocast_state, rng_state, set_rng_state
 from .tree import ROOT, TokenTree
 
 LOGITS_AT_ONCE = (1 << 24, 1 << 26)  # elements of one slice of logits, on a CPU and on a GPU

@@ -1,7 +1,9 @@
-"""Where layer inputs and attention outputs wait between the forward and the backward: on the model's device, or in host memory.
+"""Where a layer's values wait between passes: on the model's device, or in host memory.
 
 Nothing changes dtype on the way. On a GPU, host memory is pinned once and used again by every step; copies run on streams of
-their own, out while the layer computes, back one chunk ahead of where the backward needs them.
+their own, out while the layer computes, back one chunk ahead of where they are needed.
+
+Shape suffixes: T packed tokens, C tokens of a chunk; `...` whatever a token carries.
 """
 
 from __future__ import annotations
@@ -10,98 +12,141 @@ import weakref
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 SLAB_BYTES = 512 * 2**20  # of a slab that holds several tensors
 SLAB_TENSORS = 16  # at most, so that a small model takes little
 ALIGNMENT = 256  # bytes
-POLICIES = ("none", "host")  # where layer inputs may wait
+# What waits in host memory, each with what stands before it: nothing; layer inputs (and saved attention); the hidden row and its
+# gradient between the layers; keys, values and what they are owed.
+POLICIES = ("none", "host", "rows", "keys")
 
 
-class Rows(Protocol):
-    """One tensor of a layer, kept chunk by chunk; a chunk comes back in the shape in which it went."""
-
-    held: dict[int, Any]
+class Row(Protocol):
+    """One value per packed token, [T, ...], written and read by ranges of tokens."""
 
     def save(self, start: int, stop: int, x: Tensor) -> None:
-        """Keep the tensor of packed tokens [start, stop)."""
+        """Keep x [C, ...] as the values of tokens [start, stop)."""
 
-    def wait_saved(self, start: int) -> None:
-        """After this, what was saved at `start` may be overwritten by work on the current stream."""
+    def wait_saved(self) -> None:
+        """After this, what was saved last may be overwritten by work on the current stream."""
 
-    def prefetch(self, start: int) -> None:
-        """Begin to bring a chunk back."""
+    def prefetch(self, start: int, stop: int) -> None:
+        """Begin to bring a range back."""
 
-    def fetch(self, start: int) -> Tensor:
-        """A chunk on the model's device."""
+    def fetch(self, start: int, stop: int) -> Tensor:
+        """A range on the model's device."""
 
 
-class DeviceRows:
-    """Kept as it is."""
+class DeviceRow:
+    """A tensor on the model's device; made when the first values come, unless it is given."""
+
+    def __init__(self, tokens: int, x_T: Tensor | None = None) -> None:
+        self.tokens, self.x_T = tokens, x_T
+
+    def save(self, start: int, stop: int, x: Tensor) -> None:
+        x = x.detach()
+        if self.x_T is None:
+            self.x_T = x.new_empty(self.tokens, *x.shape[1:])
+        elif self.x_T.dtype != x.dtype:  # under autocast a layer may answer in another dtype
+            self.x_T = self.x_T.to(x.dtype)
+        self.x_T[start:stop] = x
+
+    def wait_saved(self) -> None: ...
+
+    def prefetch(self, start: int, stop: int) -> None: ...
+
+    def fetch(self, start: int, stop: int) -> Tensor:
+        assert self.x_T is not None
+        return self.x_T[start:stop]
+
+
+class DevicePieces:
+    """Chunks on the model's device, each given back as it was saved."""
 
     def __init__(self) -> None:
-        self.held: dict[int, Any] = {}
+        self.held: dict[int, Tensor] = {}
 
     def save(self, start: int, stop: int, x: Tensor) -> None:
         self.held[start] = x.detach()
 
-    def wait_saved(self, start: int) -> None: ...
+    def wait_saved(self) -> None: ...
 
-    def prefetch(self, start: int) -> None: ...
+    def prefetch(self, start: int, stop: int) -> None: ...
 
-    def fetch(self, start: int) -> Tensor:
+    def fetch(self, start: int, stop: int) -> Tensor:
         return self.held[start]
 
 
-class HostRows:
-    """Copied to the host, and back chunk by chunk."""
+class EmbeddingRow:
+    """The first layer's input, computed where it is needed."""
+
+    def __init__(self, embedding: nn.Module, ids_T: Tensor) -> None:
+        self.embedding, self.ids_T = embedding, ids_T
+
+    def save(self, start: int, stop: int, x: Tensor) -> None:
+        raise RuntimeError("the embedding's rows are computed, not stored")
+
+    def wait_saved(self) -> None: ...
+
+    def prefetch(self, start: int, stop: int) -> None: ...
+
+    def fetch(self, start: int, stop: int) -> Tensor:
+        with torch.no_grad():
+            return self.embedding(self.ids_T[None, start:stop])[0]
+
+
+class HostRow:
+    """A tensor in host memory; on a CPU `fetch` gives a view of it."""
 
     def __init__(self, lease: Lease, tokens: int) -> None:
         self.lease, self.tokens = lease, tokens
-        self.host: Tensor | None = None
-        self.held: dict[int, Any] = {}
-        self.saved: dict[int, torch.cuda.Event] = {}
-        self.coming: dict[int, tuple[Tensor, torch.cuda.Event]] = {}
+        self.host_T: Tensor | None = None
+        self.device: torch.device | None = None
+        self.saved: torch.cuda.Event | None = None
+        self.coming: dict[tuple[int, int], tuple[Tensor, torch.cuda.Event]] = {}
 
     def save(self, start: int, stop: int, x: Tensor) -> None:
-        width = x.numel() // (stop - start)
-        if self.host is None:
-            self.host = self.lease.take(self.tokens * width, x.dtype, x.device)
-        place = self.host[start * width : stop * width].view(x.shape)
-        self.held[start] = (place, x.device)
+        x = x.detach()
+        if self.host_T is None:
+            tail = x.shape[1:]
+            self.host_T = self.lease.take(self.tokens * tail.numel(), x.dtype, x.device).view(self.tokens, *tail)
+            self.device = x.device
         if not x.is_cuda:
-            place.copy_(x.detach())
+            self.host_T[start:stop] = x
             return
+        for a, b in [key for key in self.coming if key[0] < stop and start < key[1]]:
+            torch.cuda.current_stream(x.device).wait_event(self.coming.pop((a, b))[1])  # brought back too early
         stream = copy_streams(x.device)[0]
         stream.wait_stream(torch.cuda.current_stream(x.device))
         with torch.cuda.stream(stream):
-            place.copy_(x.detach(), non_blocking=True)
+            self.host_T[start:stop].copy_(x, non_blocking=True)
             x.record_stream(stream)
-            self.saved[start] = stream.record_event()
+            self.saved = stream.record_event()
 
-    def wait_saved(self, start: int) -> None:
-        if start in self.saved:
-            torch.cuda.current_stream(self.held[start][1]).wait_event(self.saved[start])
+    def wait_saved(self) -> None:
+        if self.saved is not None:
+            torch.cuda.current_stream(self.device).wait_event(self.saved)
 
-    def prefetch(self, start: int) -> None:
-        place, device = self.held[start]
-        if device.type != "cuda" or start in self.coming:
+    def prefetch(self, start: int, stop: int) -> None:
+        if self.saved is None or (start, stop) in self.coming:
             return
-        x = torch.empty(place.shape, dtype=place.dtype, device=device)
-        back = copy_streams(device)[1]
-        back.wait_stream(torch.cuda.current_stream(device))
-        back.wait_event(self.saved[start])
+        assert self.host_T is not None and self.device is not None
+        x = torch.empty((stop - start, *self.host_T.shape[1:]), dtype=self.host_T.dtype, device=self.device)
+        back = copy_streams(self.device)[1]
+        back.wait_stream(torch.cuda.current_stream(self.device))
+        back.wait_event(self.saved)
         with torch.cuda.stream(back):
-            x.copy_(place, non_blocking=True)
-            self.coming[start] = (x, back.record_event())
+            x.copy_(self.host_T[start:stop], non_blocking=True)
+            self.coming[start, stop] = (x, back.record_event())
 
-    def fetch(self, start: int) -> Tensor:
-        place, device = self.held[start]
-        if device.type != "cuda":
-            return place
-        self.prefetch(start)
-        x, event = self.coming.pop(start)
-        torch.cuda.current_stream(device).wait_event(event)
+    def fetch(self, start: int, stop: int) -> Tensor:
+        assert self.host_T is not None
+        if self.saved is None:
+            return self.host_T[start:stop]
+        self.prefetch(start, stop)
+        x, event = self.coming.pop((start, stop))
+        torch.cuda.current_stream(self.device).wait_event(event)
         return x
 
 
@@ -162,7 +207,9 @@ class Lease:
             self.used = 0
         start = self.used
         self.used = aligned(start + size)
-        return self.slabs[-1][start : start + size].view(dtype)
+        # Not a view of the slab: a write to one tensor is none to its neighbours, for autograd too.
+        whole = self.slabs[-1].untyped_storage()
+        return torch.empty(0, dtype=dtype).set_(whole, start // dtype.itemsize, (elements,))
 
 
 def _new_slab(size: int, pinned: bool) -> Tensor:

@@ -10,6 +10,9 @@ TESTED = (
     "phi3", "qwen2", "qwen3", "qwen3_5_text", "qwen3_moe", "qwen3_next",
 )  # fmt: skip
 
+# Their decoders hand the embedding module's output to the first layer as it is; others scale it in between, say.
+PLAIN_EMBEDDING = frozenset(TESTED) - {"gemma2", "granite"}
+
 _MASK = "its chunked attention exists only in the mask, which chunked layers don't build"
 _SHARED = "its layers share keys and values or take per-layer inputs"
 _INDEX = "a sparse indexer picks keys over the whole sequence"
