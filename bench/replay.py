@@ -12,6 +12,7 @@ import importlib
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -142,16 +143,13 @@ def meta_engine() -> Iterator[None]:
 
 
 def _save(row: Any, start: int, stop: int, x: Tensor) -> None:
-    row.host_T = torch.empty((), dtype=x.dtype).expand(row.tokens, *x.shape[1:])  # of no bytes
-    for key in [key for key in row.coming if key[0] < stop and start < key[1]]:
-        del row.coming[key]
+    row.host_T = SimpleNamespace(shape=(row.tokens, *x.shape[1:]), dtype=x.dtype)
 
 
 def _prefetch(row: Any, start: int, stop: int) -> None:
-    if row.host_T is not None and (start, stop) not in row.coming:
-        row.coming[start, stop] = torch.empty(
-            (stop - start, *row.host_T.shape[1:]), dtype=row.host_T.dtype, device="meta"
-        )
+    if (start, stop) not in row.coming and row.host_T is not None:
+        x = torch.empty((stop - start, *row.host_T.shape[1:]), dtype=row.host_T.dtype, device="meta")
+        row.coming[start, stop] = x
 
 
 def _fetch(row: Any, start: int, stop: int) -> Tensor:
