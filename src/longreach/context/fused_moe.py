@@ -60,11 +60,11 @@ class FusedMoeLayer(FusedLayer):
     """One layer for one pass over its chunks. Made by `FusedMoeLayer.of`."""
 
     def __init__(
-        self, layer: Any, moe: MoeFamily, linears: dict[str, Linear], experts: Experts, dtype: torch.dtype
+        self, layer: Any, moe: MoeFamily, linears: dict[str, Linear], experts: Experts, dtype: torch.dtype, keep: bool
     ) -> None:
         super().__init__(layer, Family(unit_offset=moe.wide_norm), linears, dtype)
         self.moe, self.router = moe, getattr(layer.mlp, moe.router)
-        self.experts, self.weights = experts, experts.weights()
+        self.experts, self.weights = experts, experts.weights(dtype, keep)
         self.lows = experts.low_ranks(dtype)
         self.scales = {m: _Scale(m, moe.wide_norm) for m in self.norms()}
 
@@ -76,11 +76,11 @@ class FusedMoeLayer(FusedLayer):
         linears = find_linears([(layer.self_attn, (*QKV, "o_proj"))], dtype, keep)
         router: Any = getattr(layer.mlp, moe.router)
         experts = Experts.of(layer.mlp.experts)  # type: ignore[union-attr, arg-type]
-        if linears is None or experts is None or experts.dtype != dtype:
+        if linears is None or experts is None or not experts.fits(dtype):
             return None
         if getattr(router, "weight", torch.empty(0)).dtype != dtype or hasattr(router, "base_layer"):
             return None
-        fused = cls(layer, moe, linears, experts, dtype)
+        fused = cls(layer, moe, linears, experts, dtype, keep)
         known = {p for line in linears.values() for p in line.parameters} | {m.weight for m in fused.norms()}
         known |= {*experts.parameters, router.weight, getattr(router, "bias", None), fused.sinks}
         if any(p.requires_grad and p not in known for p in layer.parameters()):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ..attention.op import wide_dtype
 from .install import Engine
@@ -152,9 +154,25 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _eager(engine: Engine) -> Iterator[None]:
-    kept = engine.config._attn_implementation
-    engine.config._attn_implementation = "eager"
+    """Stock eager attention and experts. Each layer is computed again in the backward: PEFT adds an expert adapter to the whole
+    weight, and the sums of all layers at once would be a second model."""
+    config = engine.config
+    names = [name for name in ("_attn_implementation", "_experts_implementation") if getattr(config, name, None)]
+    kept = {name: getattr(config, name) for name in names}
+    layers = [(m, dict(vars(m))) for m in engine.layers]
+    flags = ("gradient_checkpointing", "training", "_gradient_checkpointing_func")
     try:
+        for name in names:
+            setattr(config, name, "eager")
+        for layer in engine.layers:
+            layer.gradient_checkpointing, layer.training = True, True  # type: ignore[assignment]
+            layer._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=False)  # type: ignore[assignment]
         yield
     finally:
-        engine.config._attn_implementation = kept
+        for name, value in kept.items():
+            setattr(config, name, value)
+        for layer, old in layers:
+            for flag in flags:
+                vars(layer).pop(flag, None)
+                if flag in old:
+                    vars(layer)[flag] = old[flag]

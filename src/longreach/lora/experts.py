@@ -13,16 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..kernels import Gating
+from ..quant.experts import PRODUCTS, FourBitExperts
 from ..quant.mixture import DenseWeights, ExpertWeights, LowRank, LowRankGrads
+from ..quant.stock_experts import gating_of
 from .linear import Grads
-
-PRODUCTS = ("gate_up_proj", "down_proj")
-# Transformers' classes whose experts are silu(gate) * up without bias, [E, out, in], and gpt-oss's own form.
-SILU = ("MixtralExperts", "Qwen2MoeExperts", "Qwen3MoeExperts")
-GPT_OSS = "GptOssExperts"
 
 
 @dataclass(frozen=True)
@@ -34,11 +31,13 @@ class ExpertAdapter:
     scale: float
     rank: int
 
+    def stacked(self) -> tuple[Tensor, Tensor]:
+        """a [E, r, I] and b [E, r, O], views of the parameters."""
+        return self.a.view(-1, self.rank, self.a.shape[1]), self.b.view(len(self.b), self.rank, -1).permute(2, 1, 0)
+
     def low_rank(self, dtype: torch.dtype) -> LowRank:
         """In the layout and dtype of the op."""
-        a_ErI = self.a.view(-1, self.rank, self.a.shape[1])
-        b_ErO = self.b.view(len(self.b), self.rank, -1).permute(2, 1, 0)
-        return LowRank.of(a_ErI, b_ErO, self.scale, dtype, (self.a.requires_grad, self.b.requires_grad))
+        return LowRank.of(*self.stacked(), self.scale, dtype, (self.a.requires_grad, self.b.requires_grad))
 
     def put(self, found: LowRankGrads, grads: Grads) -> None:
         """Gradients in the shapes of the parameters."""
@@ -75,14 +74,15 @@ class Experts:
         found = [p for adapter in self.adapters if adapter is not None for p in (adapter.a, adapter.b)]
         return [*found, *self.base.parameters(recurse=False)]
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """What the products run in."""
-        return self.base.gate_up_proj.dtype
+    def fits(self, dtype: torch.dtype) -> bool:
+        """Whether products can run in a dtype: 4 bits give any."""
+        return isinstance(self.base, FourBitExperts) or self.base.gate_up_proj.dtype == dtype
 
-    def weights(self) -> ExpertWeights:
-        """For one pass over a layer."""
+    def weights(self, dtype: torch.dtype, keep: bool) -> ExpertWeights:
+        """For one pass over a layer; `keep` as for `FourBitExperts.weights`."""
         base = self.base
+        if isinstance(base, FourBitExperts):
+            return base.weights(dtype, keep)
         gate_up, down = (getattr(base, name).detach() for name in PRODUCTS)
         if not base.is_transposed:
             gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
@@ -99,17 +99,6 @@ class Experts:
         for adapter, sums in zip(self.adapters, found):
             if adapter is not None and sums is not None:
                 adapter.put(sums, grads)
-
-
-def gating_of(base: Any) -> Gating | None:
-    """How a class of experts combines gate and up; None for a class that is not known."""
-    kind = type(base).__name__
-    if kind == GPT_OSS:
-        return Gating(interleaved=True, limit=float(base.limit), alpha=float(base.alpha))
-    act = getattr(base, "act_fn", None)
-    if kind in SILU and type(act).__name__ in ("SiLU", "SiLUActivation"):
-        return Gating()
-    return None
 
 
 def unwrap(module: Any) -> tuple[Any, dict[str, ExpertAdapter]] | None:

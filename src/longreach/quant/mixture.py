@@ -57,9 +57,14 @@ class Part:
 class ExpertWeights(Protocol):
     """Weights of all experts, however they are stored; biases [E, G] and [E, M] or None."""
 
-    gating: Gating
-    gate_up_bias: Tensor | None
-    down_bias: Tensor | None
+    @property
+    def gating(self) -> Gating: ...
+
+    @property
+    def gate_up_bias(self) -> Tensor | None: ...
+
+    @property
+    def down_bias(self) -> Tensor | None: ...
 
     def parts(self, routing: Routing) -> Iterator[Part]:
         """Every row once, in order."""
