@@ -32,6 +32,7 @@ KEY = (
     "chunk",
     "offload",
     "save_attention",
+    "keep_every",
 )
 
 

@@ -1,6 +1,7 @@
 """One training step through exact chunked layers: seconds, memory above the loaded model, share of the roofline.
 
     python -m bench.train_step --lengths 16384,32768,131072 --offload host
+    python -m bench.train_step --lengths 389120 --offload keys --layers 4 --repeats 1
     python -m bench.train_step --group 8 --prompts 8192,32768
     python -m bench.train_step --everyday --lengths ''
     python -m bench.train_step --device cpu --tiny          # tests the script
@@ -19,6 +20,7 @@ import torch
 
 import longreach
 from bench import measure, models
+from longreach.context.offload import POLICIES
 
 EVERYDAY = (8, 8, 256, 1024)  # prompts, completions of each, tokens of both
 
@@ -26,7 +28,8 @@ EVERYDAY = (8, 8, 256, 1024)  # prompts, completions of each, tokens of both
 def main(argv: list[str] | None = None) -> None:
     parser = measure.arguments(__doc__ or "")
     parser.add_argument("--chunk", type=int, default=None, help="tokens per chunk (default: the engine's choice)")
-    parser.add_argument("--offload", default="auto", choices=("auto", "none", "host"))
+    parser.add_argument("--offload", default="auto", choices=("auto", *POLICIES))
+    parser.add_argument("--keep-every", type=int, default=1, help="keep the inputs of every so-many-th layer only")
     parser.add_argument("--save-attention", action="store_true", help="keep attention outputs for the backward")
     parser.add_argument(
         "--group", type=int, default=0, help="completions per prompt of the group case; 0 leaves it out"
@@ -53,6 +56,7 @@ class Bench:
             chunk=options.chunk or "auto",
             offload=options.offload,
             save_attention=True if options.save_attention else "auto",
+            keep_every=options.keep_every,
             parity_check=False,
         )
 
@@ -131,6 +135,8 @@ class Bench:
             "context": context, "completion": completion, "group": group, "prompts": prompts, "chunk": chunk,
             "offload": offload, "save_attention": save_attention, **found,
         }  # fmt: skip
+        if self.options.keep_every != 1:
+            entry["keep_every"] = self.options.keep_every
         if name != "group rows" and found["step_s"] is not None:
             entry["utilization"] = measure.utilization(self.shape, context, completion, group, prompts, found["step_s"])
         measure.record(self.options.out, entry, self.options.commit)

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 
+from longreach.context import tree as tree_module
 from longreach.context.install import enable, engine_of
 from longreach.context.logprob import token_logprobs
 from longreach.context.parity import check_parity
@@ -77,6 +78,19 @@ def test_host_memory_and_repeats_change_no_bit(name, fuse):
     assert worst(first[1], saved[0][1])[0] < 0.05
 
 
+@pytest.mark.parametrize("fuse", [True, False], ids=["fused", "module"])
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "gpt_oss"])
+def test_streaming_changes_no_bit(name, fuse, monkeypatch):
+    """Several key blocks to a chunk, so that copies in both directions run beside the kernels; twice, for races."""
+    monkeypatch.setattr(tree_module, "KEY_BLOCK", 256)
+    tree = TokenTree.from_groups([(ids(1500, 1), [ids(200, 2), ids(333, 3), ids(1, 4)]), (ids(40, 5), [ids(90, 6)])])
+    plain = run(on_gpu(name, torch.bfloat16), tree, chunk=128, offload="none", save_attention=False, fuse=fuse)
+    for offload, every in (("rows", 1), ("keys", 1), ("keys", 3), ("host", 2), ("keys", 1)):
+        model = on_gpu(name, torch.bfloat16)
+        again = run(model, tree, chunk=128, offload=offload, keep_every=every, save_attention=False, fuse=fuse)
+        assert again[0] == plain[0] and worst(plain[1], again[1])[0] == 0.0, (offload, every)
+
+
 def test_memory_hardly_grows_with_the_context():
     """Above the model: rows, keys and values of one layer and a chunk, not one more layer input per layer."""
     model = on_gpu("llama", torch.bfloat16, num_hidden_layers=16, hidden_size=512, vocab_size=97)
@@ -91,6 +105,21 @@ def test_memory_hardly_grows_with_the_context():
     row = 512 * 2
     growth = (peaks[16384] - peaks[4096]) / (16384 - 4096)
     assert growth < 16 * row, f"{growth:.0f} bytes per token; keeping every layer's input alone would be {16 * row}"
+
+
+def test_streamed_memory_is_flat():
+    """Only tables and ids are left that grow with the context."""
+    model = on_gpu("llama", torch.bfloat16, num_hidden_layers=4, hidden_size=512, vocab_size=97)
+    peaks = {}
+    for length in (65536, 131072):
+        tree = TokenTree.from_groups([(ids(length - 64, 1), [ids(64, 2)])])
+        run(model, tree, chunk=2048, offload="keys")
+        torch.cuda.reset_peak_memory_stats()
+        base = torch.cuda.memory_allocated()
+        run(model, tree, chunk=2048, offload="keys")
+        peaks[length] = torch.cuda.max_memory_allocated() - base
+    growth = (peaks[131072] - peaks[65536]) / 65536
+    assert growth < 512, f"{growth:.0f} bytes per token"
 
 
 @pytest.mark.parametrize("tree_name", TREES)
