@@ -428,6 +428,10 @@ def enable(
                 f"adapter {name!r} is of type {adapter.peft_type}, which adds virtual tokens or keys outside the layers; chunked "
                 "execution supports adapters inside them, such as LoRA. Train it with stock TRL."
             )
+    if adapters:
+        from ..lora.wrapper import adopt_wrappers
+
+        adopt_wrappers(model)
     engine = engine_of(model)
     if engine is None:
         engine = Engine(model, options)
