@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -131,6 +133,10 @@ def _loaded() -> _Kernels:
 @functools.lru_cache(maxsize=1)
 def _kernels() -> tuple[_Kernels, None] | tuple[None, str]:
     """(the two functions, None), or (None, why they can't be had)."""
+    # Its own switches, read when it is imported: compiled kernels stay on disk, so that only the first process on a machine
+    # waits for the compiler (about 20 s for a training step's kernels).
+    for name, value in (("ENABLED", "1"), ("DIR", str(Path.home() / ".cache" / "flash_attention_cute_dsl"))):
+        os.environ.setdefault(f"FLASH_ATTENTION_CUTE_DSL_CACHE_{name}", value)
     try:
         from flash_attn.cute import interface
     except ModuleNotFoundError as error:
