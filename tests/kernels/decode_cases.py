@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from longreach.kernels.decode_attention import DecodePlan, decode_attention
+from longreach.kernels.fourbit_matmul import FourBitRows, fourbit_matmul
 
 from .cases import Case, Maker
 
@@ -105,4 +106,55 @@ def small_attention() -> dict[str, Case]:
         "attention-window-in-a-split": attention(groups=[(700, [1, 300])], heads=(2, 1), window=500, page=32),
         "attention-many-rows": attention(groups=[(40, [1] * 19)], heads=(8, 1), size=64),
         "attention-values-of-other-size": attention(groups=[(40, [3, 4])], size=96, value_size=64),
+    }
+
+
+def fourbit(
+    B: int, rows: tuple[int, ...], columns: int, kind: str, *, block: int = 64, nested: bool = True, ranks: int = 0
+) -> Case:
+    """Products of one group of linear layers; results lie inside a wider tensor, whose other columns must stay."""
+
+    def run(device: str, dtype: torch.dtype) -> list[Tensor]:
+        make = Maker(device, dtype)
+        x = make(B, 2 * columns)[:, :columns]
+        parts = [fourbit_rows(kind, n, columns, block, nested, seed=i, device=device) for i, n in enumerate(rows)]
+        a = make(ranks, columns) if ranks else None
+        out = torch.full((B, sum(rows) + ranks + 3), 7.0, device=device, dtype=dtype)
+        assert fourbit_matmul(x, parts, out, a_RI=a) is out
+        assert bool((out[:, -3:] == 7).all())
+        return [out[:, :-3]]
+
+    return run
+
+
+def fourbit_rows(kind: str, rows: int, columns: int, block: int, nested: bool, seed: int, device: str) -> FourBitRows:
+    """Random codes and scales as a quantizer of small weights leaves them."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def integers(high: int, *shape: int) -> Tensor:
+        return torch.randint(high, shape, generator=generator, dtype=torch.uint8).to(device)
+
+    codes, blocks = integers(256, rows * columns // 2, 1), rows * columns // block
+    if kind == "mxfp4":
+        scales = 115 + integers(10, rows, columns // 32)
+        return FourBitRows(kind, rows, columns, codes.view(rows, columns // 32, 16), scales, 32)
+    if not nested:
+        return FourBitRows(kind, rows, columns, codes, torch.rand(blocks, generator=generator).to(device) / 8, block)
+    outer = (torch.rand(-(-blocks // 256), generator=generator) / 16).to(device)
+    table = torch.linspace(-1, 1, 256).to(device)
+    offset = torch.tensor(0.07 + seed / 100, device=device)
+    return FourBitRows(kind, rows, columns, codes, integers(256, blocks), block, (outer, table, offset))
+
+
+def small_fourbit() -> dict[str, Case]:
+    return {
+        "fourbit-one-row": fourbit(1, (48, 20, 20), 192, "nf4", ranks=6),
+        "fourbit-one-row-single": fourbit(1, (40,), 64, "nf4", nested=False),
+        "fourbit-one-row-mxfp4": fourbit(1, (37,), 96, "mxfp4"),
+        "fourbit-three-rows": fourbit(3, (40, 33), 320, "nf4", ranks=3, block=32),
+        "fourbit-four-rows-mxfp4": fourbit(4, (40, 33), 320, "mxfp4", ranks=3),
+        "fourbit-five-rows": fourbit(5, (70, 9, 8), 640, "nf4", ranks=20),
+        "fourbit-split-sum": fourbit(17, (70,), 2560, "mxfp4", ranks=8),
+        "fourbit-wide-blocks": fourbit(33, (16, 100), 768, "nf4", block=256),
+        "fourbit-wide-blocks-two-rows": fourbit(2, (16, 10), 768, "nf4", block=128),
     }

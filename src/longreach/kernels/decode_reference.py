@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from . import reference
 from .reference import wide
 
 if TYPE_CHECKING:
     from .decode_attention import DecodePlan
+    from .fourbit_matmul import FourBitRows
 
 
 # --- attention ----------------------------------------------------------------------------------------------------
@@ -75,3 +78,25 @@ def _attend(
         score_KRS = torch.cat([score_KRS, wide(sinks_H).to(score_KRS.dtype).view(K, -1, 1)], -1)
     p_KRS = torch.softmax(score_KRS, -1)[..., : len(k_SKD)]
     out_HW.copy_(torch.einsum("krs,skw->krw", p_KRS, wide(v_SKW)).flatten(0, 1))
+
+
+# --- 4-bit products -----------------------------------------------------------------------------------------------
+
+
+def dense(part: FourBitRows, dtype: torch.dtype) -> Tensor:
+    """The weight [rows, columns] in a dtype."""
+    out = torch.empty(part.rows, part.columns, dtype=dtype, device=part.codes.device)
+    if part.kind == "nf4":
+        return reference.dequantize_nf4(part.codes, part.scales, out, block=part.block, nested=part.nested)
+    groups = part.columns // part.block
+    codes, scales = part.codes.view(part.rows, groups, -1), part.scales.view(part.rows, groups)
+    return reference.dequantize_mxfp4(codes, scales, out)
+
+
+def fourbit_matmul(x_BI: Tensor, parts: Sequence[FourBitRows], out_BN: Tensor, a_RI: Tensor | None) -> None:
+    at = 0
+    for part in parts:
+        torch.matmul(x_BI, dense(part, x_BI.dtype).t(), out=out_BN[:, at : at + part.rows])
+        at += part.rows
+    if a_RI is not None:
+        torch.matmul(x_BI, a_RI.t(), out=out_BN[:, at : at + len(a_RI)])
