@@ -7,6 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from .quant.embedding import store_in_8_bits
+from .quant.formats import FORMATS
+
 WEIGHTS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LORA_ALPHA_PER_RANK = 2
 
@@ -18,6 +21,7 @@ def load(
     lora: Any = None,
     max_length: int | None = None,
     device: str | torch.device | None = None,
+    embedding: str | None = None,
     parity_check: bool = True,
     **kwargs: Any,
 ) -> tuple[nn.Module, Any]:
@@ -25,10 +29,12 @@ def load(
 
     Args:
         name_or_path: a Hub id or a local folder.
-        weights: "bf16", "fp16", "fp32", or None for the dtype of the checkpoint.
+        weights: "bf16", "fp16", "fp32"; "nf4" or "mxfp4" for 4-bit linear layers, quantized tensor by tensor while loading
+            (what stays in 16 bits has the checkpoint's dtype, or that of `dtype=`); None for what the checkpoint stores.
         lora: a peft.LoraConfig, a rank (LoRA on all linear layers but the head, alpha twice the rank), or None for no adapter.
         max_length: the longest sequence you will train on, tokens; checked against the model's positions.
         device: e.g. "cuda", "cpu"; None takes the GPU if there is one.
+        embedding: "int8" stores embedding and head in 8 bits, frozen; the logits change slightly. None leaves them.
         parity_check: as for `enable`.
         **kwargs: passed on to `AutoModelForCausalLM.from_pretrained`.
 
@@ -36,7 +42,9 @@ def load(
         (model, tokenizer); the model is a PeftModel if `lora` is given.
 
     Raises:
-        ValueError: an unknown `weights`, a `lora` of another type, or a `max_length` beyond the model's positions.
+        ValueError: an unknown `weights` or `embedding`, a `lora` of another type, a `max_length` beyond the model's
+            positions, or a checkpoint whose quantization can't be read or does not fit `weights`.
+        FormatError: a 4-bit checkpoint that is cut off or does not fit the model; it names the tensor.
         UnsupportedModelError, ParityError: see `enable`.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -44,20 +52,28 @@ def load(
     from .context.install import enable
     from .context.support import check_supported
 
-    if weights is not None and weights not in WEIGHTS:
+    if weights is not None and weights not in (*WEIGHTS, *FORMATS):
         raise ValueError(
-            f"weights={weights!r}: choose one of {', '.join(map(repr, WEIGHTS))}, or None to keep the checkpoint's"
+            f"weights={weights!r}: choose one of {', '.join(map(repr, (*WEIGHTS, *FORMATS)))}, or None to keep the checkpoint's"
         )
+    if embedding not in (None, "int8"):
+        raise ValueError(f"embedding={embedding!r}: choose 'int8', or None to leave embedding and head as they are")
     adapter = lora_config(lora)
     trusted = {k: v for k, v in kwargs.items() if k in ("trust_remote_code", "revision", "token")}
     config = AutoConfig.from_pretrained(name_or_path, **trusted)
     text = config.get_text_config()
     check_supported(text)
     check_positions(text, max_length)
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        name_or_path, dtype=WEIGHTS[weights] if weights else "auto", **kwargs
-    )
-    model.to(torch.device(device) if device is not None else default_device())
+    place = torch.device(device) if device is not None else default_device()
+    kwargs = {"dtype": WEIGHTS.get(weights or "", "auto")} | quantization(config, weights, name_or_path, kwargs)
+    if "config" in kwargs or "quantization_config" in kwargs:
+        kwargs.setdefault("device_map", {"": place})
+    model: Any = AutoModelForCausalLM.from_pretrained(name_or_path, **kwargs)
+    if weights in WEIGHTS and getattr(model, "is_loaded_in_4bit", False):
+        model = model.dequantize(WEIGHTS[weights])
+    if embedding is not None:
+        store_in_8_bits(model)
+    model.to(place)
     tokenizer = AutoTokenizer.from_pretrained(name_or_path, **trusted)
     if adapter is not None:
         from peft import get_peft_model
@@ -65,6 +81,32 @@ def load(
         model = get_peft_model(model, adapter)
     enable(model, parity_check=parity_check)
     return model, tokenizer
+
+
+def quantization(config: Any, weights: str | None, name: str, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """`kwargs` of `from_pretrained` with what makes a model's weights what was asked for.
+
+    Raises:
+        ValueError: two answers to the same question, or a stored quantization that can't be read.
+    """
+    from .quant.quantizer import FourBitConfig, stored_config
+
+    for key, answers in {"dtype": [*WEIGHTS], "quantization_config": [*WEIGHTS, *FORMATS]}.items():
+        if key in kwargs and weights in answers:
+            raise ValueError(f"weights={weights!r} and {key}={kwargs[key]!r} say the same; give one of the two")
+    config = kwargs.get("config", config)
+    stored = stored_config(getattr(config, "quantization_config", None), name)
+    if stored is None:
+        return kwargs | ({"quantization_config": FourBitConfig(weights)} if weights in FORMATS else {})
+    if weights in FORMATS and weights != stored.weights:
+        raise ValueError(
+            f"weights={weights!r}: {name} is stored in {stored.weights}, and quantizing it again would add a second error; "
+            f"use weights=None (as stored), or weights={weights!r} on the 16-bit model"
+        )
+    if "quantization_config" in kwargs:
+        raise ValueError(f"quantization_config=...: {name} is stored in {stored.weights} already; leave it out")
+    config.quantization_config = dict(stored.__dict__)
+    return kwargs | {"config": config}
 
 
 def lora_config(lora: Any) -> Any:
