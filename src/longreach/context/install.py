@@ -231,8 +231,10 @@ class Engine:
         kwargs["return_dict"] = True
         embedding = self.decoder.get_input_embeddings()
         if run.streams and kwargs.get("input_ids") is not None and self._embeds_plainly(embedding):
-            run.inputs[0] = EmbeddingRow(embedding, kwargs.pop("input_ids")[0])
-            kwargs["inputs_embeds"] = run.stand_in(embedding.weight[0])
+            ids_T = kwargs.pop("input_ids")[0]
+            like_M = self.precision.widened(embedding(ids_T[:1]).detach()[0])
+            run.inputs[0] = EmbeddingRow(embedding, ids_T, like_M.dtype)
+            kwargs["inputs_embeds"] = run.stand_in(like_M)
         self._switch_on(run)
         return args, kwargs
 

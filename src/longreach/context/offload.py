@@ -81,8 +81,8 @@ class DevicePieces:
 class EmbeddingRow:
     """The first layer's input, computed where it is needed."""
 
-    def __init__(self, embedding: nn.Module, ids_T: Tensor) -> None:
-        self.embedding, self.ids_T = embedding, ids_T
+    def __init__(self, embedding: nn.Module, ids_T: Tensor, dtype: torch.dtype) -> None:
+        self.embedding, self.ids_T, self.dtype = embedding, ids_T, dtype
 
     def save(self, start: int, stop: int, x: Tensor) -> None:
         raise RuntimeError("the embedding's rows are computed, not stored")
@@ -93,7 +93,7 @@ class EmbeddingRow:
 
     def fetch(self, start: int, stop: int) -> Tensor:
         with torch.no_grad():
-            return self.embedding(self.ids_T[None, start:stop])[0]
+            return self.embedding(self.ids_T[None, start:stop])[0].to(self.dtype)
 
 
 class HostRow:
