@@ -37,6 +37,8 @@ def run(model, tree, *, fuse=True, **options):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("name", ["qwen3", "gemma3", "gpt_oss", "llama", "deepseek_v3"])
 def test_parity_with_stock_eager_attention(name, dtype):
+    if name == "gemma3" and dtype == torch.float16:
+        pytest.skip("Gemma 3 is refused in fp16: it leaves its range")
     model = on_gpu(name, dtype)
     enable(model, parity_check=False)
     check_parity(model, engine_of(model))

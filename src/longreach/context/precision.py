@@ -1,7 +1,7 @@
 """fp16 compute for cards without bf16: matrix products in fp16, and a residual stream in fp32.
 
-Half precision fails in its range, not in its digits: above 65,504 a number becomes infinite. What grows with depth is the residual
-stream, so between the layers it is fp32, while every matrix product, attention and gated activation runs in fp16. Inside
+Half precision fails in its range, not in its digits: above 65,504 a number becomes infinite. What grows with depth is the
+residual stream, so between the layers it is fp32, while every matrix product, attention and gated activation runs in fp16. Inside
 them, norms' statistics, softmax, log-sum-exp, log-probs and the sums of key, value and parameter gradients are fp32 in any
 dtype. Gradients are scaled by the caller's `torch.amp.GradScaler`.
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from .support import UnsupportedModelError
 
-# The norm after attention and MLP multiplies by weights of hundreds; what it gives leaves fp16's range before it joins the stream.
+# The norms after attention and MLP multiply by weights of hundreds: their outputs leave fp16's range before they join the stream.
 OVERFLOWING = ("gemma", "gemma2", "gemma3_text")
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import trl
+from transformers.training_args import OptimizerNames
 
 from ..context.offload import POLICIES
 from ..context.release import STATES
@@ -147,6 +148,9 @@ def check_engine_fields(config: GRPOConfig | SFTConfig) -> None:
     config.save_attention = choices[str(config.save_attention).lower()]  # type: ignore[assignment]
     if not isinstance(config.parity_check, bool):
         raise ValueError(f"parity_check={config.parity_check!r} is not a truth value; use True or False")
+    if config.fp16 and config.optim == OptimizerNames.ADAMW_TORCH_FUSED:
+        # It skips an overflowing step by itself, unseen by accelerate: the learning rate's schedule would go on.
+        config.optim = OptimizerNames.ADAMW_TORCH
     if config.use_liger_kernel:
         raise ValueError(
             "use_liger_kernel=True replaces the layers and the loss that exact chunked execution runs; set it to False"

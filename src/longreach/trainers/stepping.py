@@ -31,12 +31,23 @@ class OverflowCallback(TrainerCallback):
     def __init__(self) -> None:
         self.skipped = 0
         self._in_a_row = 0
+        self._scale = 0.0
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         logged = [int(entry[OVERFLOWS]) for entry in state.log_history if OVERFLOWS in entry]
         self.skipped = logged[-1] if logged else 0
+
+    def on_pre_optimizer_step(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        optimizer: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        self._scale = optimizer.scaler.get_scale()
 
     def on_step_end(
         self,
@@ -46,12 +57,13 @@ class OverflowCallback(TrainerCallback):
         optimizer: Any = None,
         **kwargs: Any,
     ) -> None:
-        if not optimizer.step_was_skipped:
+        # Accelerate does not notice it where an optimizer skips by itself (PyTorch's fused ones), but then the scale has fallen.
+        scale = optimizer.scaler.get_scale()
+        if not optimizer.step_was_skipped and scale >= self._scale:
             self._in_a_row = 0
             return
         self.skipped += 1
         self._in_a_row += 1
-        scale = optimizer.scaler.get_scale()
         logger.info("step %d skipped: a gradient overflowed in fp16; loss scale now %g", state.global_step, scale)
         if self._in_a_row == OVERFLOWS_IN_A_ROW:
             raise Fp16OverflowError(
