@@ -20,7 +20,7 @@ ALLOWED: dict[str, set[str]] = {
     "rollout": {"kernels", "attention", "quant", "context", "lora"},
     "loading": {"kernels", "attention", "quant", "context", "lora"},
     "trainers": {"kernels", "attention", "quant", "context", "lora", "rollout", "loading", "rewards"},
-    "export": {"kernels", "attention", "quant", "context", "lora", "loading"},
+    "exporting": {"kernels", "attention", "quant", "context", "lora", "loading"},
     "rewards": set(),
     "audit": {"rewards"},
     "report": set(),

@@ -16,12 +16,16 @@ _NAMES = {
     "load": "loading",
     "release_gradients": "context.release",
     "plan": "context.plan",
+    "export": "exporting.pipeline",
+    "generate": "rollout.completion",
+    "Completion": "rollout.completion",
+    "SamplingParams": "rollout.sampler",
     "GRPOConfig": "trainers.config",
     "SFTConfig": "trainers.config",
     "GRPOTrainer": "trainers.grpo",
     "SFTTrainer": "trainers.sft",
 }
-_MODULES = ("attention", "audit", "cli", "context", "report", "rewards", "trainers", "zoo")
+_MODULES = ("attention", "audit", "cli", "context", "report", "rewards", "rollout", "trainers", "zoo")
 
 __all__ = ["__version__", *_NAMES]
 
