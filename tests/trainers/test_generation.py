@@ -1,4 +1,4 @@
-"""Generation with the prompt's keys and values shared: the tokens of Transformers' own, for every kind of cache."""
+"""Completions of a trainer: by the rollout engine or with the prompt's keys shared, the tokens of Transformers' own."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import trl
 from transformers import GenerationConfig
 
 import longreach.trainers as ours
+from longreach.context.support import UnsupportedModelError
+from longreach.rollout.completion import ENGINE
 from longreach.trainers import generation
 
 from ..exactness.models import CONFIGS, build
@@ -57,35 +59,81 @@ def completions_of(trainer, ids):
     return trainer._generate_single_turn(ids, images, fields, *counts)[0]
 
 
+@pytest.mark.parametrize("rollout", ["engine", "shared"])
 @pytest.mark.parametrize("sampling", [{}, {"repetition_penalty": 1.3}, {"generation_kwargs": {"min_new_tokens": 4}}])
-def test_trainer_generates_what_trls_would(sampling, tmp_path):
+def test_trainer_generates_what_trls_would(sampling, rollout, tmp_path):
     out = []
     for own in (False, True):
         made = trainer_for(own, tmp_path, **sampling)
         made.generation_config.do_sample = False
+        if own:
+            assert made._rollout == "engine"
+            made._rollout = rollout
         ids = [made.processing_class(text=p)["input_ids"] for p in made.train_dataset["prompt"] for _ in range(4)]
         out.append(completions_of(made, ids))
     assert out[0] == out[1] and len(out[0]) == 32
 
 
-def test_sampling_options_reach_the_sampler(tmp_path):
+@pytest.mark.parametrize("rollout", ["engine", "shared"])
+def test_sampling_options_reach_the_sampler(rollout, tmp_path):
     made = trainer_for(True, tmp_path, top_k=1, temperature=0.5)
+    made._rollout = rollout
     ids = [made.processing_class(text=made.train_dataset["prompt"][0])["input_ids"]] * 4
     first, *rest = completions_of(made, ids)
     assert rest == [first] * 3  # top_k=1 leaves one choice
     made = trainer_for(True, tmp_path, temperature=3.0)
+    made._rollout = rollout
     assert len({tuple(c) for c in completions_of(made, ids)}) > 1
 
 
-def test_stock_generation_on_request_and_where_sharing_cannot_work(tmp_path, caplog, monkeypatch):
-    called = []
-    monkeypatch.setattr(ours.grpo, "generate_shared", lambda *a: called.append(a))
+def test_the_engine_gives_its_log_probs_and_trl_pads_them(tmp_path):
+    made = trainer_for(True, tmp_path, temperature=0.8)
+    batch = next(iter(made.get_train_dataloader()))
+    out = made._generate_and_score_completions(batch)
+    sampled_BC, mask_BC = out["sampling_per_token_logps"], out["completion_mask"].bool()
+    ids = torch.cat([out["prompt_ids"], out["completion_ids"]], 1)
+    mask = torch.cat([out["prompt_mask"], out["completion_mask"]], 1)
+    with torch.no_grad():
+        ours = made._get_per_token_logps_and_entropies(made.model, ids, mask, sampled_BC.shape[1])[0]
+    assert float((ours - sampled_BC)[mask_BC].abs().max()) < 1e-5
+
+
+def test_difference_to_the_sampler_is_logged(tmp_path):
+    made = tiny.grpo(True, tmp_path, trainer=ours.GRPOTrainer, max_steps=2)
+    logged = [entry["sampling/logp_difference/max"] for entry in made.state.log_history[:2]]
+    assert 0 <= max(logged) < 1e-5
+
+
+def test_trls_correction_takes_the_engines_log_probs(tmp_path):
+    made = tiny.grpo(True, tmp_path, trainer=ours.GRPOTrainer, max_steps=1, rollout_correction=True)
+    assert made.state.log_history[0]["sampling/sampling_logp_difference/max"] < 1e-5
+    assert abs(made.state.log_history[0]["sampling/importance_sampling_ratio/mean"] - 1) < 1e-4
+    with pytest.raises(ValueError, match="rollout_correction=True"):
+        tiny.grpo(
+            True, tmp_path, train=False, trainer=ours.GRPOTrainer, rollout_correction=True, rollout="transformers"
+        )
+
+
+def test_memory_of_rollouts_is_released_on_request(tmp_path):
+    kept = tiny.grpo(True, tmp_path, trainer=ours.GRPOTrainer, max_steps=1)
+    assert ENGINE in kept.model.__dict__
+    released = tiny.grpo(True, tmp_path, trainer=ours.GRPOTrainer, max_steps=1, rollout_memory="release")
+    assert ENGINE not in released.model.__dict__
+
+
+def test_what_the_engine_does_not_know_goes_to_transformers(tmp_path, caplog):
+    made = trainer_for(True, tmp_path, generation_kwargs={"no_repeat_ngram_size": 3})
+    assert made._rollout == "shared" and "no_repeat_ngram_size=3" in caplog.text
+    with pytest.raises(UnsupportedModelError, match=r"no_repeat_ngram_size=3.*rollout='auto'"):
+        trainer_for(True, tmp_path, generation_kwargs={"no_repeat_ngram_size": 3}, rollout="engine")
+
+
+def test_stock_generation_on_request_and_where_sharing_cannot_work(tmp_path, caplog):
     made = trainer_for(True, tmp_path, rollout="transformers")
     ids = [made.processing_class(text=made.train_dataset["prompt"][0])["input_ids"]] * 4
-    assert len(completions_of(made, ids)) == 4 and not called and not caplog.text
+    assert made._rollout == "trl" and len(completions_of(made, ids)) == 4 and not caplog.text
     made = trainer_for(True, tmp_path, cache_implementation="static")
-    assert not made._share_prompts
-    assert "rollout='transformers' is used" in caplog.text and "cache_implementation='static'" in caplog.text
+    assert made._rollout == "trl" and "cache_implementation='static'" in caplog.text
 
 
 def test_end_of_sequence_equal_to_padding_cuts_at_the_first_one():

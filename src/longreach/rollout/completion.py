@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from ..context.install import causal_lm
 from .engine import RolloutEngine
-from .philox import mix
 from .plan import RolloutOptions
 from .sampler import SamplingParams, stop_ids_of
 from .scheduler import Request
+from .seeds import mix
 from .stops import cut_at_stop
 
 PromptIds = Sequence[int] | Tensor

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .philox import gumbel
+from ..kernels.philox import gumbel
 
 LOGPROBS = ("sampled", "model")
 

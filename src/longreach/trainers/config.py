@@ -23,7 +23,8 @@ require_supported_trl()
 logger = logging.getLogger(__name__)
 
 OFFLOAD = ("auto", *POLICIES)
-ROLLOUT = ("auto", "transformers")
+ROLLOUT = ("auto", "engine", "transformers")
+ROLLOUT_MEMORY = ("keep", "release")
 PROMPT_OVERLONG = ("error", "drop", "truncate_left")
 SEQUENCE_OVERLONG = ("truncate", "drop", "error")
 
@@ -61,8 +62,13 @@ class GRPOConfig(trl.GRPOConfig):
         release_gradients: update each layer inside the backward: gradients of one layer at a time. Needs
             gradient_accumulation_steps=1 (larger batches cost little memory in chunks), max_grad_norm=0.0 and not fp16.
         optimizer_states: "device", or with release_gradients "host": they come to the device one layer ahead.
-        rollout: "auto" computes the keys and values of a prompt once for all its completions; "transformers" is
-            TRL's own call of `generate`. TRL's vLLM and continuous-batching modes take precedence over both.
+        rollout: how completions are drawn: "engine" by the rollout engine; "auto" by it where it knows model and options, else by
+            Transformers' `generate` with a prompt computed once; "transformers" is TRL's own call of `generate`. TRL's vLLM and
+            continuous-batching modes take precedence over all.
+        rollout_rows: completions that the engine decodes at a time; None: what its plan says.
+        rollout_memory: "keep" the engine's keys, values and graphs between rollouts, or "release" them to the training step.
+        rollout_correction: TRL's importance-sampling correction (its `vllm_importance_sampling_*` fields) with the engine's
+            log-probs; costs one more forward per batch. The engine computes on the weights that train, so off by default.
 
     Raises:
         ValueError: from the constructor, for a value that cannot be used.
@@ -78,6 +84,11 @@ class GRPOConfig(trl.GRPOConfig):
     release_gradients: bool = _engine_field(False, RELEASE_HELP)
     optimizer_states: str = _engine_field("device", STATES_HELP)
     rollout: str = _engine_field("auto", f"How completions are generated: one of {', '.join(ROLLOUT)}.")
+    rollout_rows: int | None = _engine_field(
+        None, "Completions decoded at a time by the rollout engine; None: its plan."
+    )
+    rollout_memory: str = _engine_field("keep", "Between rollouts, the engine's memory: 'keep' it or 'release' it.")
+    rollout_correction: bool = _engine_field(False, "Weigh tokens by the trainer/sampler ratio, as TRL does for vLLM.")
 
     def __post_init__(self) -> None:
         _choose_fp16(self)
@@ -85,6 +96,11 @@ class GRPOConfig(trl.GRPOConfig):
         check_engine_fields(self)
         _check_choice("on_overlong", self.on_overlong, PROMPT_OVERLONG)
         _check_choice("rollout", self.rollout, ROLLOUT)
+        _check_choice("rollout_memory", self.rollout_memory, ROLLOUT_MEMORY)
+        if not isinstance(self.rollout_correction, bool):
+            raise ValueError(f"rollout_correction={self.rollout_correction!r} is not a truth value; use True or False")
+        if self.rollout_rows is not None:
+            self.rollout_rows = _positive("rollout_rows", self.rollout_rows, also="None")
         if self.max_length is not None:
             self.max_length = _positive("max_length", self.max_length)
             if self.max_length <= (self.max_completion_length or 0):

@@ -1,4 +1,4 @@
-"""Generation with Transformers' own `generate`, the prompt's keys and values computed once for all its completions.
+"""How a trainer's completions are drawn: by the rollout engine, or by `generate` with a prompt's keys computed once.
 
 Shapes: G completions of one prompt, P prompt tokens.
 """
@@ -6,15 +6,109 @@ Shapes: G completions of one prompt, P prompt tokens.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import inspect
 from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
+from ..context.install import causal_lm
+from ..rollout import RolloutOptions, SamplingParams
+from ..rollout.completion import requests_of, rollout_engine
+from ..rollout.support import obstacle
+
 PREFILL_CHUNK = 8192  # tokens per forward while the prompt's keys and values are computed
+
+
+# What the engine understands of a generation config, and what has no bearing on it
+SAMPLED = {
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "max_new_tokens",
+    "min_new_tokens",
+    "stop_strings",
+}
+IGNORED = {
+    "do_sample", "eos_token_id", "pad_token_id", "bos_token_id", "disable_compile", "use_cache", "transformers_version",
+    "num_beams", "num_return_sequences", "max_length",
+}  # fmt: skip
+
+
+def engine_obstacle(model: nn.Module, config: GenerationConfig) -> str | None:
+    """Why the rollout engine cannot draw what this configuration asks for; None if it can."""
+    reason = obstacle(causal_lm(model).get_decoder().config)
+    if reason is not None:
+        return reason
+    given = {k: v for k, v in config.to_diff_dict().items() if v is not None and not k.startswith("_")}
+    other = sorted(set(given) - SAMPLED - IGNORED)
+    if other:
+        return f"it does not know {', '.join(f'{name}={given[name]!r}' for name in other)}"
+    for name in ("num_beams", "num_return_sequences"):
+        if given.get(name, 1) != 1:
+            return f"it does not know {name}={given[name]!r}"
+    return None
+
+
+def sampling_of(config: GenerationConfig) -> SamplingParams:
+    """The sampling options of a generation config. Raises ValueError for values that cannot be."""
+    ends = config.eos_token_id
+    ids = tuple(ends) if isinstance(ends, list | tuple) else () if ends is None else (ends,)
+    stop = config.stop_strings or ()
+    return SamplingParams(
+        temperature=float(config.temperature or 1.0) if config.do_sample else 0.0,
+        top_k=config.top_k or 0,
+        top_p=1.0 if config.top_p is None else config.top_p,
+        min_p=config.min_p or 0.0,
+        repetition_penalty=config.repetition_penalty or 1.0,
+        max_new_tokens=config.max_new_tokens,
+        min_new_tokens=config.min_new_tokens or 0,
+        stop_ids=ids,
+        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+    )
+
+
+def generate_by_engine(
+    model: nn.Module,
+    prompt_ids: Sequence[Sequence[int]],
+    config: GenerationConfig,
+    *,
+    seed: int,
+    tokenizer: Any,
+    rows: int | None = None,
+) -> tuple[list[list[int]], list[list[float]]]:
+    """One completion per prompt and the log-probs of its tokens.
+
+    A prompt close to the last position of the model gets a completion that ends there.
+
+    Args:
+        model: a causal language model (or a PEFT model around one), unwrapped.
+        prompt_ids: token ids; equal prompts are computed once.
+        config: sampling options, `max_new_tokens`, the ids that end a completion.
+        seed: of this call; row i is drawn with numbers that depend on (seed, i) alone.
+        tokenizer: for stop strings.
+        rows: completions decoded at a time, or None for the plan's choice.
+    """
+    params = sampling_of(config)
+    limit = getattr(causal_lm(model).config.get_text_config(), "max_position_embeddings", None)
+    each = [_up_to(params, limit, len(ids)) for ids in prompt_ids]
+    engine = rollout_engine(model, RolloutOptions(rows=rows), tokenizer)
+    requests = requests_of(model, prompt_ids, each, 1, seed, tokenizer)
+    engine.run(requests)
+    return [r.ids for r in requests], [r.logprobs for r in requests]
+
+
+def _up_to(params: SamplingParams, limit: int | None, prompt: int) -> SamplingParams:
+    if limit is None or prompt + params.max_new_tokens <= limit:
+        return params
+    new = max(1, limit - prompt)
+    return dataclasses.replace(params, max_new_tokens=new, min_new_tokens=min(new, params.min_new_tokens))
 
 
 def sharing_obstacle(model: PreTrainedModel, config: GenerationConfig) -> str | None:

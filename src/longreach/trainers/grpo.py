@@ -12,14 +12,11 @@ import logging
 from typing import Any
 
 import torch
-from accelerate.utils import DistributedType
 from torch import Tensor
-from trl.models import unwrap_model_for_generation
 from trl.trainer.utils import split_tensor_dict
 
 from .checkpoint import ResumableRepeatSampler, load_run_state, save_run_state
 from .config import GRPOConfig, micro_batch_factor
-from .generation import generate_shared, sharing_obstacle
 from .loading import (
     check_architecture,
     default_output_dir,
@@ -31,13 +28,13 @@ from .loading import (
 )
 from .prompts import OverlongPromptError, PromptBound, Tokenize, check_rows, tokenizer_of
 from .reward_calls import RewardError, checked
+from .rollouts import Rollouts
 from .stepping import Stepping
-from .tree_loss import TreeLoss
 
 logger = logging.getLogger(__name__)
 
 
-class GRPOTrainer(Stepping, TreeLoss):
+class GRPOTrainer(Stepping, Rollouts):
     """`trl.GRPOTrainer` for long prompts: same arguments, same numbers, memory that hardly grows with the context.
 
     * The prompt of a group is computed once for all its completions, in chunks, with the exact gradient.
@@ -112,7 +109,7 @@ class GRPOTrainer(Stepping, TreeLoss):
         enable_engine(self.model, args)
         if self.ref_model is not None:
             enable_engine(self.accelerator.unwrap_model(self.ref_model), args, parity_check=False)
-        self._share_prompts = self._shares_prompts(args)
+        self._choose_rollout(args)
         self._prepare_stepping()
 
     # ---- generation, rewards, batches
@@ -173,31 +170,6 @@ class GRPOTrainer(Stepping, TreeLoss):
             mode = self._mode()
             self._metrics[mode]["prompts/truncated"].append(float(cut))
         return prompt_ids, *rest
-
-    def _shares_prompts(self, args: GRPOConfig) -> bool:
-        if args.rollout != "auto" or self.use_vllm or self.use_transformers_continuous_batching:
-            return False
-        kind = self.accelerator.distributed_type
-        if kind in (DistributedType.FSDP, DistributedType.DEEPSPEED):
-            obstacle: str | None = f"the weights are sharded ({kind.value})"
-        else:
-            base = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
-            obstacle = sharing_obstacle(base, self.generation_config)
-        if obstacle:
-            logger.warning("rollout='transformers' is used, each completion computes its prompt: %s", obstacle)
-        return obstacle is None
-
-    def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
-        """(completion ids per row, sampling log-probs or None)."""
-        if not self._share_prompts:
-            return super()._generate_single_turn(prompt_ids, *args, **kwargs)
-        with (
-            unwrap_model_for_generation(
-                self.model_wrapped, self.accelerator, generation_kwargs=self.generation_kwargs
-            ) as model,
-            torch.no_grad(),
-        ):
-            return generate_shared(model, prompt_ids, self.generation_config, self.accelerator.device), None
 
     # ---- checkpoints
 

@@ -117,6 +117,7 @@ class TreeLoss(trl.GRPOTrainer):
         logps, entropies, router = self._score(
             model, ids_BS, mask_BS, width, entropy=True, router_loss=self.aux_loss_enabled, keep=(~skip_B).tolist()
         )
+        self._note_difference(logps, inputs)
         if bool(skip_B.any()):
             logps, entropies = self._fill_skipped(logps, entropies, skip_B, inputs)
         self._log_skipped(skip_B)
@@ -133,6 +134,9 @@ class TreeLoss(trl.GRPOTrainer):
         finally:
             self._ready = []
         return torch.stack(losses).sum()
+
+    def _note_difference(self, logps_BC: Tensor, inputs: dict[str, Any]) -> None:
+        """For subclasses: the trainer's log-probs of a micro-batch, before skipped rows are filled in."""
 
     @contextlib.contextmanager
     def _micro_batches_of_user(self) -> Iterator[Callable[[bool], None]]:
