@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from longreach.kernels.decode_attention import DecodePlan, decode_attention
+from longreach.kernels.decode_ops import decode_add_norm, decode_qkv, decode_sample, decode_swiglu
 from longreach.kernels.fourbit_matmul import FourBitRows, fourbit_matmul
 
 from .cases import Case, Maker
@@ -157,4 +158,87 @@ def small_fourbit() -> dict[str, Case]:
         "fourbit-split-sum": fourbit(17, (70,), 2560, "mxfp4", ranks=8),
         "fourbit-wide-blocks": fourbit(33, (16, 100), 768, "nf4", block=256),
         "fourbit-wide-blocks-two-rows": fourbit(2, (16, 10), 768, "nf4", block=128),
+    }
+
+
+def qkv(B: int, heads: tuple[int, int], D: int, R: int, *, rank: int = 0, bias: bool = False, norm: bool = True,
+        unit_offset: bool = False) -> Case:  # fmt: skip
+    def run(device: str, dtype: torch.dtype) -> list[Tensor]:
+        make = Maker(device, dtype)
+        H, K = heads
+        features, page, S = (H + 2 * K) * D, 16, 50
+        y = make(B, features + 3 * rank + 5)
+        cos, sin = make.wide(S, R), make.wide(S, R)
+        storage = make(B + 2, K, page, 2 * D)
+        k, v = storage[..., :D].transpose(1, 2), storage[..., D:].transpose(1, 2)
+        lengths = [1 + 7 * b % 16 for b in range(B)]
+        if B > 1:
+            lengths[B // 2] = 0
+        position = torch.arange(B, dtype=torch.int32, device=device) * 3 % S
+        pages = torch.arange(B + 1, 1, -1, dtype=torch.int32, device=device)[:, None].contiguous()
+        q = decode_qkv(
+            y, H, K, D, cos_SR=cos, sin_SR=sin, position_B=position, k_pages=k, v_pages=v, own_pages_BN=pages,
+            own_length_B=torch.tensor(lengths, dtype=torch.int32, device=device),
+            lora_b_Or=make(features, rank, scale=0.3) if rank else None, bias_O=make(features) if bias else None,
+            q_norm_D=make(D) if norm else None, k_norm_D=make(D) if norm else None, eps=1e-5, unit_offset=unit_offset,
+        )  # fmt: skip
+        return [q, storage]
+
+    return run
+
+
+def step_swiglu(B: int, F: int, rank: int, *, bias: bool = False, activation: str = "silu") -> Case:
+    def run(device: str, dtype: torch.dtype) -> list[Tensor]:
+        make = Maker(device, dtype)
+        y = make(B, 2 * F + 2 * rank)
+        lora, b = make(2 * F, rank, scale=0.3) if rank else None, make(2 * F) if bias else None
+        return [decode_swiglu(y, lora_b_Or=lora, bias_O=b, activation=activation)]
+
+    return run
+
+
+def step_norm(B: int, M: int, rank: int, *, bias: bool = False, post: bool = False, wide: bool = False) -> Case:
+    def run(device: str, dtype: torch.dtype) -> list[Tensor]:
+        make = Maker(device, dtype)
+        h = make.wide(B, M) if wide else make(B, M)
+        y, weight = make(B, M + rank + 2), make(M)
+        x = decode_add_norm(
+            h, y, weight, 1e-5, lora_b_Or=make(M, rank, scale=0.3) if rank else None, bias_M=make(M) if bias else None,
+            post_weight_M=make(M) if post else None, unit_offset=post,
+        )  # fmt: skip
+        return [h, x]
+
+    return run
+
+
+def sample(B: int, V: int) -> Case:
+    """Token numbers are compared as numbers: one that differs is far off."""
+
+    def run(device: str, dtype: torch.dtype) -> list[Tensor]:
+        make = Maker(device, dtype)
+        logits = make(B, V + 3, scale=2.0)[:, :V]
+        logits[:, V // 2] = -torch.inf
+        temperature = torch.tensor([(0.0, 0.7, 1.3)[b % 3] for b in range(B)], device=device)
+        seed = torch.tensor([(-(2**63), 12345678912345, 7)[b % 3] + b for b in range(B)], device=device)
+        count = torch.tensor([b * 1000003 % 2**32 for b in range(B)], device=device)
+        ids, logprob = decode_sample(logits, temperature, seed, count)
+        assert ids.dtype == torch.int64
+        return [ids.to(logprob.dtype), logprob]
+
+    return run
+
+
+def small_ops() -> dict[str, Case]:
+    return {
+        "qkv": qkv(3, (4, 2), 64, 64, rank=8),
+        "qkv-no-norm": qkv(17, (2, 1), 80, 32, bias=True, norm=False),
+        "qkv-gemma": qkv(2, (2, 2), 96, 96, rank=5, bias=True, unit_offset=True),
+        "qkv-partial": qkv(1, (4, 1), 128, 96, rank=32),
+        "step-swiglu": step_swiglu(3, 200, 8),
+        "step-swiglu-narrow": step_swiglu(17, 40, 0, bias=True, activation="gelu_tanh"),
+        "step-norm": step_norm(3, 200, 8),
+        "step-norm-plain": step_norm(2, 2560, 0, bias=True, wide=True),
+        "step-norm-gemma": step_norm(17, 80, 16, bias=True, post=True),
+        "sample": sample(4, 9000),
+        "sample-few": sample(3, 50),
     }

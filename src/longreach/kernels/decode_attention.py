@@ -133,8 +133,8 @@ def decode_attention(
     softcap: float | None = None,
     sinks_H: Tensor | None = None,
     out: Tensor | None = None,
-    prefix_k_NPKD: Tensor | None = None,
-    prefix_v_NPKW: Tensor | None = None,
+    prefix_k_pages: Tensor | None = None,
+    prefix_v_pages: Tensor | None = None,
 ) -> Tensor:
     """softmax(softcap(scale * q k')) v of one query a row, over its prefix and its own keys; splits are merged in a fixed order.
 
@@ -147,7 +147,7 @@ def decode_attention(
         softcap: cap * tanh(score / cap) before the mask (Gemma 2); None for none.
         sinks_H: one more key a head with this logit and value zero (gpt-oss).
         out: [B, H, W]; None for a new tensor.
-        prefix_k_NPKD, prefix_v_NPKW: pages of the prefixes, where they lie elsewhere.
+        prefix_k_pages, prefix_v_pages: pages of the prefixes, where they lie in a pool of their own.
 
     Returns:
         out [B, H, W] in q's dtype; zero for idle rows.
@@ -163,8 +163,8 @@ def decode_attention(
     check_shape(op, "q", q_BHD, (B, H, D), "the plan")
     check_shape(op, "k", k_NPKD, (len(k_NPKD), plan.page, K, D), "the plan")
     check_shape(op, "v", v_NPKW, (len(k_NPKD), plan.page, K, W), "the plan")
-    prefix_k = k_NPKD if prefix_k_NPKD is None else prefix_k_NPKD
-    prefix_v = v_NPKW if prefix_v_NPKW is None else prefix_v_NPKW
+    prefix_k = k_NPKD if prefix_k_pages is None else prefix_k_pages
+    prefix_v = v_NPKW if prefix_v_pages is None else prefix_v_pages
     check_shape(op, "prefix_k", prefix_k, (len(prefix_k), plan.page, K, D), "the plan")
     check_shape(op, "prefix_v", prefix_v, (len(prefix_k), plan.page, K, W), "the plan")
     if sinks_H is not None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from . import reference
+from .philox import gumbel
 from .reference import wide
 
 if TYPE_CHECKING:
@@ -100,3 +101,91 @@ def fourbit_matmul(x_BI: Tensor, parts: Sequence[FourBitRows], out_BN: Tensor, a
         at += part.rows
     if a_RI is not None:
         torch.matmul(x_BI, a_RI.t(), out=out_BN[:, at : at + len(a_RI)])
+
+
+# --- between the products -----------------------------------------------------------------------------------------
+
+
+def _complete(y_BN: Tensor, widths: Sequence[int], lora_b_Or: Tensor | None, bias_O: Tensor | None) -> Tensor:
+    """y of layers `widths` wide with their adapters and biases, [B, O], rounded once."""
+    features = sum(widths)
+    y = wide(y_BN[:, :features])
+    if bias_O is not None:
+        y = y + wide(bias_O)
+    if lora_b_Or is not None:
+        rank, at, low = lora_b_Or.shape[1], 0, []
+        for i, width in enumerate(widths):
+            t = y_BN[:, features + i * rank : features + (i + 1) * rank]
+            low.append(wide(t) @ wide(lora_b_Or[at : at + width]).t())
+            at += width
+        y = y + torch.cat(low, 1)
+    return y.to(y_BN.dtype)
+
+
+def decode_qkv(
+    y_BN: Tensor,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    cos_SR: Tensor,
+    sin_SR: Tensor,
+    position_B: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    own_pages_BN: Tensor,
+    own_length_B: Tensor,
+    lora_b_Or: Tensor | None,
+    bias_O: Tensor | None,
+    q_norm_D: Tensor | None,
+    k_norm_D: Tensor | None,
+    eps: float,
+    unit_offset: bool,
+) -> Tensor:
+    widths = [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
+    x_BHD = _complete(y_BN, widths, lora_b_Or, bias_O).unflatten(1, (-1, head_dim))
+    q_BHD, k_BKD, v_BKD = x_BHD.split([heads, kv_heads, kv_heads], 1)
+    position = position_B.long()
+    q_BHD, k_BKD, _ = reference.qk_norm_rope(
+        q_BHD, k_BKD, cos_SR[position], sin_SR[position], q_norm_D, k_norm_D, eps, unit_offset
+    )
+    rows = (own_length_B > 0).nonzero()[:, 0]
+    last = own_length_B[rows].long() - 1
+    page, token = own_pages_BN[rows, last // k_pages.shape[1]].long(), last % k_pages.shape[1]
+    k_pages[page, token] = k_BKD[rows]
+    v_pages[page, token] = v_BKD[rows]
+    return q_BHD
+
+
+def decode_swiglu(
+    y_BN: Tensor, features: int, lora_b_Or: Tensor | None, bias_O: Tensor | None, activation: str
+) -> Tensor:
+    gate_BF, up_BF = _complete(y_BN, [features, features], lora_b_Or, bias_O).chunk(2, 1)
+    return reference.swiglu(gate_BF, up_BF, activation=activation)
+
+
+def decode_add_norm(
+    h_BM: Tensor,
+    y_BN: Tensor,
+    weight_M: Tensor,
+    eps: float,
+    lora_b_Or: Tensor | None,
+    bias_M: Tensor | None,
+    post_weight_M: Tensor | None,
+    unit_offset: bool,
+) -> Tensor:
+    y_BM = _complete(y_BN, [h_BM.shape[1]], lora_b_Or, bias_M)
+    if lora_b_Or is not None:
+        y_BN[:, : h_BM.shape[1]] = y_BM
+    if post_weight_M is not None:
+        y_BM, _ = reference.rms_norm(y_BM, post_weight_M, eps, unit_offset=unit_offset)
+    h_BM.copy_(wide(h_BM) + wide(y_BM))
+    out_BM = torch.empty_like(y_BM)
+    return reference.rms_norm(h_BM, weight_M, eps, unit_offset=unit_offset, out=out_BM)[0]
+
+
+def decode_sample(logits_BV: Tensor, temperature_B: Tensor, seed_B: Tensor, count_B: Tensor) -> tuple[Tensor, Tensor]:
+    greedy_B1 = (temperature_B == 0)[:, None]
+    z_BV = wide(logits_BV) / torch.where(greedy_B1, 1.0, temperature_B[:, None])
+    noisy_BV = z_BV + gumbel(seed_B, count_B, logits_BV.shape[1])
+    id_B = torch.where(greedy_B1, z_BV, noisy_BV).argmax(-1)
+    return id_B, torch.log_softmax(z_BV, -1).gather(1, id_B[:, None])[:, 0]

@@ -75,8 +75,7 @@ class FourBitRows:
 def fourbit_matmul(x_BI: Tensor, parts: Sequence[FourBitRows], out_BN: Tensor, *, a_RI: Tensor | None = None) -> Tensor:
     """Products of x with one to three weights, side by side, and with the adapters' first matrices, in one launch.
 
-    A dequantized weight is rounded to x's dtype where x has more than a few rows, as a plain matrix product needs it; products are
-    summed in fp32. The order of the sum depends on the shapes alone.
+    Beyond a few rows a dequantized weight is rounded to x's dtype, as a plain matrix product needs it; products are summed in fp32. The order of the sum depends on the shapes alone.
 
     Args:
         x_BI: [B, I], B at most FEW_ROWS on a CUDA device; any stride along B.
@@ -94,11 +93,11 @@ def fourbit_matmul(x_BI: Tensor, parts: Sequence[FourBitRows], out_BN: Tensor, *
     if any(part.form != parts[0].form for part in parts):
         forms = [part.form for part in parts]
         raise ValueError(f"{op}: parts are of different forms {forms}; expected one kind, columns, block and nesting")
-    B, O, R = len(x_BI), sum(part.rows for part in parts), 0 if a_RI is None else len(a_RI)
+    B, features, R = len(x_BI), sum(part.rows for part in parts), 0 if a_RI is None else len(a_RI)
     check_shape(op, "x", x_BI, (B, parts[0].columns), "the weights' columns")
-    if out_BN.dim() != 2 or len(out_BN) != B or out_BN.shape[1] < O + R or out_BN.dtype != x_BI.dtype:
+    if out_BN.dim() != 2 or len(out_BN) != B or out_BN.shape[1] < features + R or out_BN.dtype != x_BI.dtype:
         raise ValueError(
-            f"{op}: out has shape {tuple(out_BN.shape)} and dtype {out_BN.dtype}; expected {B} rows of at least {O + R} "
+            f"{op}: out has shape {tuple(out_BN.shape)} and dtype {out_BN.dtype}; expected {B} rows of at least {features + R} "
             f"columns in {x_BI.dtype}"
         )
     if a_RI is not None:
