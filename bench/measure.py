@@ -33,6 +33,9 @@ KEY = (
     "offload",
     "save_attention",
     "keep_every",
+    "weights",
+    "embedding",
+    "rank",
 )
 
 
