@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from .lora.experts import expert_parameters
+from .origin import origin_of
 from .quant.embedding import store_in_8_bits
 from .quant.formats import FORMATS
 
@@ -28,10 +30,12 @@ def load(
     """A causal language model of Transformers with chunked execution on, and its tokenizer.
 
     Args:
-        name_or_path: a Hub id or a local folder.
+        name_or_path: a Hub id, a local folder, the folder of an adapter (loaded on its base model, to train on), or a GGUF
+            file (unpacked).
         weights: "bf16", "fp16", "fp32"; "nf4" or "mxfp4" for 4-bit linear layers, quantized tensor by tensor while loading
             (what stays in 16 bits has the checkpoint's dtype, or that of `dtype=`); None for what the checkpoint stores.
-        lora: a peft.LoraConfig, a rank (LoRA on all linear layers but the head, alpha twice the rank), or None for no adapter.
+        lora: a peft.LoraConfig, a rank (LoRA on all linear layers but the head, experts included, alpha twice the rank), or
+            None for no adapter.
         max_length: the longest sequence you will train on, tokens; checked against the model's positions.
         device: e.g. "cuda", "cpu"; None takes the GPU if there is one.
         embedding: "int8" stores embedding and head in 8 bits, frozen; the logits change slightly. None leaves them.
@@ -47,7 +51,7 @@ def load(
         FormatError: a 4-bit checkpoint that is cut off or does not fit the model; it names the tensor.
         UnsupportedModelError, ParityError: see `enable`.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from .context.install import enable
     from .context.support import check_supported
@@ -60,24 +64,33 @@ def load(
         raise ValueError(f"embedding={embedding!r}: choose 'int8', or None to leave embedding and head as they are")
     adapter = lora_config(lora)
     trusted = {k: v for k, v in kwargs.items() if k in ("trust_remote_code", "revision", "token")}
-    config = AutoConfig.from_pretrained(name_or_path, **trusted)
+    origin = origin_of(name_or_path)
+    if origin.adapter and adapter is not None:
+        raise ValueError(f"lora={lora!r}: {name_or_path!r} is an adapter already; leave lora out to go on training it")
+    config = origin.config(**trusted)
     text = config.get_text_config()
     check_supported(text)
     check_positions(text, max_length)
     place = torch.device(device) if device is not None else default_device()
-    kwargs = {"dtype": WEIGHTS.get(weights or "", "auto")} | quantization(config, weights, name_or_path, kwargs)
+    kwargs = {"dtype": WEIGHTS.get(weights or "", "auto")} | quantization(config, weights, origin.base, kwargs)
     if "config" in kwargs or "quantization_config" in kwargs:
         kwargs.setdefault("device_map", {"": place})
-    model: Any = AutoModelForCausalLM.from_pretrained(name_or_path, **kwargs)
+    model: Any = AutoModelForCausalLM.from_pretrained(origin.base, **origin.file, **kwargs)
     if weights in WEIGHTS and getattr(model, "is_loaded_in_4bit", False):
         model = model.dequantize(WEIGHTS[weights])
     if embedding is not None:
         store_in_8_bits(model)
     model.to(place)
-    tokenizer = AutoTokenizer.from_pretrained(name_or_path, **trusted)
+    tokenizer = AutoTokenizer.from_pretrained(origin.tokenizer, **origin.file, **trusted)
+    if origin.adapter is not None:
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, origin.adapter, is_trainable=True)
     if adapter is not None:
         from peft import get_peft_model
 
+        if not isinstance(lora, type(adapter)):
+            adapter.target_parameters = expert_parameters(model) or None
         model = get_peft_model(model, adapter)
     enable(model, parity_check=parity_check)
     return model, tokenizer

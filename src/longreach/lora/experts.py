@@ -127,3 +127,9 @@ def _adapter(wrapper: Any, name: str) -> ExpertAdapter | None:
     if type(a) is not nn.Linear or type(b) is not nn.Linear or b.bias is not None or turned == transposed:
         return None
     return ExpertAdapter(a.weight, b.weight, float(wrapper.scaling[name]), int(wrapper.r[name]))
+
+
+def expert_parameters(model: nn.Module) -> list[str]:
+    """Names for PEFT's `target_parameters` that reach all experts of known kinds; none for a dense model."""
+    owners = {".".join(name.split(".")[-2:]) for name, module in model.named_modules() if gating_of(module) is not None}
+    return [f"{owner}.{name}" for owner in sorted(owners) for name in PRODUCTS]

@@ -114,6 +114,16 @@ class FourBitExperts(nn.Module):
         """A whole weight in the layout of the module this one stands for."""
         return self._stored(self.packed(name).dequantize(dtype))
 
+    def stock_module(self, dtype: torch.dtype) -> nn.Module:
+        """Transformers' module with the weights in `dtype`; biases are shared."""
+        with torch.device("meta"):
+            made = self.stock(self.config)
+        for name in PRODUCTS:
+            made.register_parameter(name, nn.Parameter(self.dequantize(name, dtype).contiguous(), False))
+            if self.has_bias:
+                made.register_parameter(name + "_bias", getattr(self, name + "_bias"))
+        return made.train(self.training)
+
     def dequantize_range(self, name: str, experts: slice, dtype: torch.dtype) -> Tensor:
         """[e, O, I] of a range of experts that begins and ends at a multiple of `granule`."""
         packed, (E, *each) = self.packed(name), self.shapes[name]
