@@ -18,6 +18,7 @@ from bench.kernel_tables import attention, kernels
 from bench.markdown import table
 
 from bench import plots
+from longreach.context.policy import Policy
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
@@ -196,19 +197,27 @@ def planner(result: Any) -> list[str]:
         "cuda": f"`torch.cuda.max_memory_allocated` on {result['card']}",
         "meta": "a replay of the engine's own allocations on PyTorch's meta device (no GPU)",
     }[result["against"]]
-    points = result["points"]
+    points = [p for p in result["points"] if p["measured_bytes"]]
     worst = max(abs(p["error"]) for p in points)
     within = sum(abs(p["error"]) <= 0.10 for p in points)
     text = (
         f"Predicted peak against {against}: {within} of {len(points)} points within 10%, the worst off by {worst:.1%}."
     )
-    header = ["model, layers", "context × group", "policy", "planned GiB", "measured GiB", "error"]
+    header = ["model, layers, weights", "context × rows", "policy", "planned GiB", "measured GiB", "error"]
     rows = [
-        [f"{p['model']}, {p['layers']}", f"{p['context']:,} × {p['group']}", _how({"engine": "longreach", **p}).strip(" ()"),
+        [f"{p['model']}, {p['layers']}, {p['weights']}", f"{p['context']:,} × {_rows(p)}", _policy(p),
          _gib(p["predicted_bytes"]), _gib(p["measured_bytes"]), f"{p['error']:+.1%}"]
         for p in points
     ]  # fmt: skip
     return ["## The planner", "", text, "", *table(header, rows)]
+
+
+def _rows(point: Any) -> str:
+    return f"{point['prompts']} × {point['group']}" if point["prompts"] > 1 else str(point["group"])
+
+
+def _policy(point: Any) -> str:
+    return str(Policy(point["chunk"], point["offload"], point["save_attention"], point["keep_every"]))
 
 
 def _gib(size: float | None) -> str:

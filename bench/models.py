@@ -21,6 +21,7 @@ def shape_of(name: str, layers: int | None, tiny: bool) -> ModelShape:
         raise SystemExit(f"--model {name}: choose one of {', '.join(s.name for s in KNOWN.values())}") from None
     if tiny:
         small = {"vocab": 512, "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "mlp": 128}
+        small |= {"experts": 4, "active": 2} if shape.experts else {}
         shape = dataclasses.replace(shape, layers=2, windows=shape.windows[-2:], **small)
     if layers:
         # The last layers, so that a pattern of sliding and full attention keeps a full one.
@@ -30,14 +31,25 @@ def shape_of(name: str, layers: int | None, tiny: bool) -> ModelShape:
 
 def config_of(shape: ModelShape, positions: int) -> Any:
     """The Transformers config of a shape."""
-    from transformers import Gemma3TextConfig, LlamaConfig, Qwen3Config
+    from transformers import Gemma3TextConfig, GptOssConfig, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
-    kinds = {"qwen3": Qwen3Config, "llama": LlamaConfig, "gemma3_text": Gemma3TextConfig}
+    kinds = {
+        "qwen3": Qwen3Config, "llama": LlamaConfig, "gemma3_text": Gemma3TextConfig, "gpt_oss": GptOssConfig,
+        "qwen3_moe": Qwen3MoeConfig,
+    }  # fmt: skip
     extra: dict[str, Any] = {}
-    if shape.kind == "gemma3_text":
+    if shape.kind in ("gemma3_text", "gpt_oss"):
         types = ["full_attention" if w is None else "sliding_attention" for w in shape.windows]
-        window = next((w for w in shape.windows if w), 1024)
-        extra = {"layer_types": types, "sliding_window": window, "query_pre_attn_scalar": shape.head_dim}
+        extra = {"layer_types": types, "sliding_window": next((w for w in shape.windows if w), 1024)}
+    if shape.kind == "gemma3_text":
+        extra["query_pre_attn_scalar"] = shape.head_dim
+    if shape.kind == "gpt_oss":
+        extra |= {"num_local_experts": shape.experts, "num_experts_per_tok": shape.active}
+        # the context of the rotary table, without YaRN's factor: it changes no size
+        extra["rope_parameters"] = {"rope_type": "default", "rope_theta": 150000.0}
+    if shape.kind == "qwen3_moe":
+        extra |= {"num_experts": shape.experts, "num_experts_per_tok": shape.active}
+        extra |= {"moe_intermediate_size": shape.mlp, "norm_topk_prob": True}
     return kinds[shape.kind](
         vocab_size=shape.vocab,
         hidden_size=shape.hidden,
@@ -62,6 +74,8 @@ def build(
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
+    if shape.kind == "gpt_oss" and attention == "sdpa":
+        attention = "eager"  # its sinks have no other implementation in Transformers that runs everywhere
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(
             config_of(shape, positions), dtype=dtype, attn_implementation=attention
@@ -78,6 +92,23 @@ def adapt(model: Any) -> Any:
         r=RANK, lora_alpha=2 * RANK, target_modules=LINEARS, init_lora_weights=False, task_type="CAUSAL_LM"
     )
     return get_peft_model(model, config)
+
+
+def pack(model: Any, weights: str) -> Any:
+    """Linear layers and experts of the decoder in a 4-bit format; of gpt-oss in "mxfp4" the experts only, as published."""
+    from longreach.quant.experts import FourBitExperts, is_experts
+    from longreach.quant.formats import MXFP4, NF4
+    from longreach.quant.linear import FourBitLinear
+
+    form = {"nf4": NF4(), "mxfp4": MXFP4()}[weights]
+    linears = not (weights == "mxfp4" and model.config.model_type == "gpt_oss")
+    for layer in model.get_decoder().layers:
+        for name, module in list(layer.named_modules()):
+            if is_experts(module):
+                layer.set_submodule(name, FourBitExperts.of(module, form))
+            elif linears and type(module) is torch.nn.Linear:
+                layer.set_submodule(name, FourBitLinear.of(module, form))
+    return model
 
 
 def token_ids(count: int, vocab: int, seed: int = 0) -> torch.Tensor:

@@ -7,14 +7,15 @@ moment is what waits (layer inputs, hidden row, keys, values and what they are o
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ..quant.experts import EXPERT_SCRATCH
 from .offload import aligned, slab_bytes
 from .policy import Policy
-from .tree import KEY_BLOCK
-from .work import FLOAT, OPTIMIZERS, Work
-from .workspace import ChunkSizes, head_bytes
+from .work import FLOAT, OPTIMIZERS, ChunkShape, Work, packs_linears
+from .workspace import ChunkSizes, head_bytes, key_counts
 
 MIB = 2**20
 # cuBLAS workspaces of the forward's and the backward's thread and the allocator's rounding: the constant part of the difference
@@ -126,20 +127,34 @@ def _attention_bytes(work: Work) -> int:
     return work.tokens * (work.shape.query * work.itemsize + work.shape.heads * FLOAT)
 
 
-def _scratch(work: Work) -> int:
-    """Weights of one layer as its chunks use them, where they are stored in another form."""
+def _scratch(work: Work, chunk: int) -> int:
+    """Weights in the form in which chunks use them, where they are stored in another: a layer's, once for all its chunks."""
     shape, form = work.shape, work.format
-    found = shape.linear_matrices * form.itemsize if form.matrix < form.itemsize else 0
-    return found + (shape.expert_matrices * form.itemsize if form.expert < form.itemsize else 0)
+    linears = [i * o * form.itemsize for i, o in shape.linears.values()] if packs_linears(shape, work.weights) else []
+    found = (sum if work.tokens > chunk else max)(linears) if linears else 0
+    if form.expert < form.itemsize:
+        found += min(shape.expert_matrices * form.itemsize, EXPERT_SCRATCH)
+    return found
 
 
 def _keys(work: Work, policy: Policy) -> tuple[int, int]:
     """Bytes of one layer's keys and values, and of the fp32 sums of their gradients, on the GPU."""
-    T, width, b = work.tokens, work.shape.keys, work.itemsize
+    width, b = work.shape.keys, work.itemsize
     if not policy.keys_on_host:
-        return 2 * T * width * b, 2 * T * width * FLOAT
-    block = min(T, KEY_BLOCK)  # of each, two of keys and values and three of sums: in use, coming, going
-    return 2 * 2 * block * width * b, 3 * 2 * block * width * FLOAT
+        return 2 * work.tokens * width * b, 2 * work.tokens * width * FLOAT
+    # Of earlier keys, those of one attention call and of the next one, which are on their way; a segment's last chunk is
+    # visited first, when no earlier key is owed anything yet.
+    chunks = work.chunks(policy.chunk)
+    seen = max(_two_calls(chunk) for chunk in chunks)
+    owed = max(
+        _two_calls(c._replace(reach=c.reach - c.rows) if c.reach > c.rows and c.pieces == 1 else c) for c in chunks
+    )
+    own = min(policy.chunk, work.tokens)
+    return 2 * seen * width * b, 2 * (owed + own) * width * FLOAT
+
+
+def _two_calls(chunk: ChunkShape) -> int:
+    return max(sum(pair) for pair in itertools.pairwise([0, 0, *key_counts((None,), chunk)[1:]]))
 
 
 def _moments(work: Work, policy: Policy) -> dict[str, dict[str, int]]:
@@ -150,7 +165,7 @@ def _moments(work: Work, policy: Policy) -> dict[str, dict[str, int]]:
     rotary_kinds = 2 if len(set(shape.windows)) > 1 and shape.sandwich else 1
     keys, sums = _keys(work, policy)
     always = {"rotary tables and ids": rotary_kinds * 2 * T * shape.head_dim * b + 3 * T * 8}
-    layer = {"keys and values": keys, "dequantized weights": _scratch(work)}
+    layer = {"keys and values": keys, "dequantized weights": _scratch(work, policy.chunk)}
     owed = {"gradients of keys and values": sums}
 
     def at(inputs: int, rows: int, **rest: int) -> dict[str, int]:
@@ -170,15 +185,15 @@ def _moments(work: Work, policy: Policy) -> dict[str, dict[str, int]]:
     labelled = work.labelled * shape.hidden * work.format.residual
     # A plain call of the model gives back every row, and gets back its gradient.
     given = labelled if work.compact else row
+    normed = (work.labelled if work.compact else T) * shape.hidden  # numbers in the final norm, a module under autograd
     optimizer = OPTIMIZERS[work.optimizer]
     return {
         "a layer's forward": at(L - 1, 1, workspace=max(size.forward() for size in sizes)) | layer,
         "the last layer's forward": at(
             L, 0 if on_gpu else 1, workspace=max(keys_only, *(size.forward() for size in last)) + given
         ) | layer,
-        "the head": at(L, 0, head=head_bytes(work) + 4 * labelled + (0 if work.compact else 2 * row)) | (
-            {"keys and values": keys}
-        ),
+        "the head": at(L, 0, head=head_bytes(work) + normed * (2 * FLOAT + 3 * b)) | {"keys and values": keys},
+        "the final norm's backward": at(L, 0, head=normed * (4 * FLOAT + 4 * b)) | {"keys and values": keys},
         "the last layer's backward": at(
             L, 1, workspace=max(keys_only, *(size.backward() for size in last)) + given
         ) | layer | owed,

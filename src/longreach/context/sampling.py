@@ -12,7 +12,7 @@ from .choice import card_bytes
 from .limits import Limits
 from .memory import LIBRARIES, Memory, resident
 from .policy import LARGEST, Policy
-from .work import FLOAT, ChunkShape, Work
+from .work import FLOAT, ChunkShape, Work, packs_linears
 from .workspace import ChunkSizes
 
 PAGE = 64  # tokens of a page
@@ -49,7 +49,7 @@ def sampling_memory(work: Work, sampling: Sampling) -> Memory:
     parts = resident(work) | {
         "cache of keys and values": cache,
         "prefill or decode": max(chunk.forward(), decode) + joined,
-        "dequantized weights": shape.linear_matrices * b if work.format.packed else 0,
+        "dequantized weights": shape.linear_matrices * b if packs_linears(shape, work.weights) else 0,
         "kernel libraries": LIBRARIES,
     }
     return Memory({name: size for name, size in parts.items() if size}, {}, "sampling")

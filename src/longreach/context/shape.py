@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 # Families whose layers `fused.py` writes out by hand; all others run as Transformers' modules under autograd.
-FUSED = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
+FUSED = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "gpt_oss", "qwen3_moe")
 QK_NORM = ("qwen3", "qwen3_moe", "gemma3_text", "olmo2", "olmo3")
 SANDWICH = ("gemma2", "gemma3_text")
 QKV_BIAS = ("qwen2",)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .policy import Policy
-from .work import FLOAT, Work
+from .work import FLOAT, Work, packs_linears
 
 GB = 10**9
 
@@ -129,8 +129,8 @@ def step_seconds(work: Work, policy: Policy, card: Card) -> float:
 def _unpacking(work: Work, card: Card) -> float:
     """Seconds to dequantize every weight once in the forward and once in the backward."""
     shape, form = work.shape, work.format
-    written = shape.linear_matrices * form.itemsize if form.matrix < form.itemsize else 0
-    written += shape.expert_matrices * form.itemsize if form.expert < form.itemsize else 0
+    written = shape.linear_matrices * form.itemsize if packs_linears(shape, work.weights) else 0
+    written += shape.expert_matrices * form.itemsize if form.packed else 0
     return 2 * shape.layers * written * 1.3 / card.bandwidth
 
 

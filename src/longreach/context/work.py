@@ -34,8 +34,8 @@ class Format:
 
     @property
     def packed(self) -> bool:
-        """Whether linear layers are dequantized before they are used."""
-        return self.matrix < self.itemsize
+        """Whether weights are dequantized before they are used."""
+        return self.expert < self.itemsize
 
 
 NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)  # codes; 8-bit scales of 64 weights; fp32 scales of 256 of those
@@ -242,11 +242,17 @@ def _cut(length: int, before: int, chunk: int) -> list[ChunkShape]:
     return found + ([ChunkShape(rest, before + whole * chunk)] if rest else [])
 
 
+def packs_linears(shape: ModelShape, weights: str) -> bool:
+    """Whether a format stores the linear layers packed; gpt-oss's own leaves those of attention as they are."""
+    return FORMATS[weights].packed and not (shape.kind == "gpt_oss" and weights == "mxfp4")
+
+
 def weight_bytes(shape: ModelShape, weights: str, eight_bit_tables: bool = False) -> int:
     """A model with its linear layers in a format of `FORMATS`; embedding and head in the compute dtype, or in 8 bits."""
     form = FORMATS[weights]
     experts, linears = shape.layers * shape.expert_matrices, shape.layers * shape.linear_matrices
+    per_linear = form.matrix if packs_linears(shape, weights) else form.itemsize
     tables = shape.table * (1 if shape.tied else 2)
     rest = shape.parameters - experts - linears - tables
     per_table = 1 + FLOAT / shape.hidden if eight_bit_tables else form.itemsize
-    return math.ceil(experts * form.expert + linears * form.matrix + tables * per_table + rest * form.itemsize)
+    return math.ceil(experts * form.expert + linears * per_linear + tables * per_table + rest * form.itemsize)

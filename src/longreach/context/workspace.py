@@ -1,6 +1,7 @@
 """Workspace of one chunk in closed form: what `fused.py`, a module under autograd and `attention/op.py` hold at once.
 
 M, Q, K, F: bytes of all rows of a chunk at the model's width, the width of all query heads, of all key heads, of the MLP.
+For experts (`quant/mixture.py`) a row is copied for each expert that it visits, and so many at a time are in the middle of one.
 """
 
 from __future__ import annotations
@@ -9,11 +10,14 @@ import itertools
 import math
 from dataclasses import dataclass
 
+from ..kernels.grouped import RANK_MULTIPLE
+from ..quant.mixture import ROWS_AT_ONCE
 from .policy import Policy
 from .shape import QK_NORM
 from .tree import KEY_BLOCK
 from .work import FLOAT, ChunkShape, Work
 
+TABLE_ROWS = 16384  # of an 8-bit table that are dequantized at a time
 Windows = tuple[int | None, ...]
 
 
@@ -27,7 +31,9 @@ class ChunkSizes:
     M: int
     Q: int
     K: int
-    F: int
+    mlp: int  # the most that the MLP holds in the forward, without its input and output
+    dmlp: int  # the same of the backward
+    kept: int  # what autograd keeps of the MLP
     wide: float
     lse: int
     adapter: int
@@ -36,6 +42,7 @@ class ChunkSizes:
     fused: bool
     sandwich: bool
     qk_norm: bool
+    sinks: bool
     fetched: int
     saved: bool
 
@@ -43,10 +50,11 @@ class ChunkSizes:
     def of(cls, work: Work, policy: Policy, windows: Windows, chunk: ChunkShape) -> ChunkSizes:
         """Of a chunk in the costliest of layers with these windows."""
         shape, b, rows = work.shape, work.itemsize, chunk.rows
-        ranks = sum(work.ranks.values())
+        ranks = sum(rank for name, rank in work.ranks.items() if name not in shape.expert_linears)
         adapter = rows * ranks * b * 2 + work.layer_adapter * (2 * FLOAT + b)
         if not work.ranks:
             adapter = (shape.layer_matrices + shape.layer_vectors) * (FLOAT + b)
+        mlp, dmlp, kept = _mlp(work, rows)
         row = rows * shape.hidden * work.format.residual
         fetched = 2 * row if policy.on_host else 0
         if policy.save_attention and policy.on_host:
@@ -57,23 +65,24 @@ class ChunkSizes:
             fetched += 3 * row
         return cls(
             M=row, Q=rows * shape.query * b, K=rows * shape.keys * b,
-            F=rows * shape.mlp * max(1, shape.active) * b, wide=FLOAT / b, lse=2 * rows * shape.heads * FLOAT,
+            mlp=mlp, dmlp=dmlp, kept=kept, wide=FLOAT / b, lse=2 * rows * shape.heads * FLOAT,
             adapter=adapter, calls=tuple(n * shape.keys * b for n in key_counts(windows, chunk)),
             grouped=shape.heads != shape.kv_heads, fused=shape.fused, sandwich=shape.sandwich,
-            qk_norm=shape.kind in QK_NORM, fetched=fetched, saved=policy.save_attention,
+            qk_norm=shape.kind in QK_NORM, sinks=shape.kind == "gpt_oss", fetched=fetched, saved=policy.save_attention,
         )  # fmt: skip
 
     def _attended(self) -> float:
-        """Outputs of the attention calls while they merge: in fp32 from the third call on."""
-        if len(self.calls) == 1:
+        """Outputs of the attention calls while they merge: in fp32 where there is more than one merge, a sink's included."""
+        merged = len(self.calls) + self.sinks
+        if merged == 1:
             return self.Q
-        return 2 * self.Q if len(self.calls) == 2 else (self.wide + 2) * self.Q
+        return 2 * self.Q if merged == 2 else (self.wide + 2) * self.Q
 
     def forward(self) -> int:
         """The layer without gradients."""
         projected = self.M + 2 * self.Q + 3 * self.K
         attention = projected + self._attended()
-        mlp: float = self.Q + 2 * self.M + 3 * self.F + (2 * self.M if self.sandwich else 0)
+        mlp: float = self.Q + 2 * self.M + self.mlp + (2 * self.M if self.sandwich else 0)
         if not self.fused:
             attention, mlp = attention + 2 * self.wide * (self.M + self.Q), mlp + 2 * self.wide * self.M
         return math.ceil(max(attention, mlp)) + self.lse + self.adapter // 2
@@ -87,7 +96,7 @@ class ChunkSizes:
             return self._autograd()
         # Saved attention is handed in, and the MLP's part then comes before q, k and v are made.
         projected = self.M + (2 if self.saved else 3) * self.Q + 3 * self.K
-        mlp = 2 * self.M + 3 * self.F + (4 * self.M if self.sandwich else 0) + (0 if self.saved else projected)
+        mlp = 2 * self.M + self.dmlp + (4 * self.M if self.sandwich else 0) + (0 if self.saved else projected)
         recompute = 0.0 if self.saved else projected - self.Q + self._attended()
         peak = max(mlp, recompute, projected + self._attention_backward())
         return math.ceil(peak) + self.fetched + self.lse + self.adapter
@@ -104,8 +113,30 @@ class ChunkSizes:
         """A module run by autograd: what its forward keeps (norms and rotary in fp32, every projection's input and output)."""
         norms = (4 if self.sandwich else 2) * (1 + self.wide) * self.M
         heads = (3 + (2 * self.wide if self.qk_norm else 0)) * (self.Q + self.K)
-        held = norms + heads + 2 * self.Q + 3 * self.M + 5 * self.F + self.fetched
-        return math.ceil(max(held + 2 * self.F, held + self._attention_backward())) + self.lse + self.adapter
+        held = norms + heads + 2 * self.Q + 3 * self.M + self.kept + self.fetched
+        return math.ceil(max(held + self.mlp, held + self._attention_backward())) + self.lse + self.adapter
+
+
+def _mlp(work: Work, rows: int) -> tuple[int, int, int]:
+    """Bytes that an MLP holds in its forward, in its backward, and that autograd keeps of it."""
+    shape, b = work.shape, work.itemsize
+    M, F = shape.hidden * b, shape.mlp * b
+    if not shape.experts:
+        return 3 * rows * F, 3 * rows * F, 5 * rows * F
+    slots = rows * shape.active
+    if not shape.fused:
+        return 3 * slots * F, 3 * slots * F, 5 * slots * F + 2 * slots * M
+    inside = min(slots, ROWS_AT_ONCE)
+    forward = slots * M + inside * max(M + 2 * F, 3 * F, F + M)
+    backward = slots * M + inside * (3 * M + 3 * F) + rows * M
+    ranks = [
+        -(-work.ranks[name] // RANK_MULTIPLE) * RANK_MULTIPLE for name in shape.expert_linears if name in work.ranks
+    ]
+    if ranks:  # copies in the compute dtype, and sums of their gradients over the runs of rows
+        numbers = shape.experts * max(ranks) * (3 * shape.hidden + 3 * shape.mlp)
+        forward += numbers * b
+        backward += numbers * (b + (FLOAT if slots > ROWS_AT_ONCE else b))
+    return forward, backward, forward
 
 
 def key_counts(windows: Windows, chunk: ChunkShape) -> list[int]:
@@ -121,6 +152,11 @@ def head_bytes(work: Work) -> int:
     from .logprob import LOGITS_AT_ONCE  # here, because it brings Transformers along
 
     rows = min(work.labelled, max(1, LOGITS_AT_ONCE[True] // work.shape.vocab))
+    if work.eight_bit_tables:  # the head is dequantized by ranges of the vocabulary
+        return (
+            rows * work.shape.vocab * work.itemsize
+            + min(work.shape.vocab, TABLE_ROWS) * work.shape.hidden * work.itemsize
+        )
     logits = rows * work.shape.vocab * work.itemsize  # their gradient is written over them
     if work.ranks:
         return logits
