@@ -7,7 +7,6 @@ import torch
 
 from longreach.context.fused_moe import FusedMoeLayer, fused_layer
 from longreach.context.install import enable, engine_of
-from longreach.context.tree import TokenTree
 from longreach.lora import Experts
 from longreach.lora.experts import expert_parameters
 from longreach.quant import MXFP4
@@ -62,15 +61,18 @@ def test_gradients_are_those_of_the_materialized_delta(
 
 @pytest.mark.parametrize("four_bits", [False, True], ids=["whole", "mxfp4"])
 @pytest.mark.parametrize("name", NAMES)
-def test_every_expert_is_trained(name: str, four_bits: bool) -> None:
-    """Each expert of each layer, both products, both matrices."""
+def test_every_expert_is_trained(name: str, four_bits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each expert of each layer, both products, both matrices, where every expert gets a token."""
+    choose = FusedMoeLayer._choose
+
+    def in_turn(self, x_CM):
+        expert_Ck, weight_Ck, logits_CE = choose(self, x_CM)
+        return torch.arange(expert_Ck.numel()).view_as(expert_Ck) % 6, weight_Ck, logits_CE
+
+    monkeypatch.setattr(FusedMoeLayer, "_choose", in_turn)
     model = build(name, torch.float32, lora=False)
     model = adapted(four_bit(model, MXFP4()) if four_bits else model, torch.float32)
-    with torch.no_grad():  # so that no expert of this random model is left without a token
-        for n, p in model.named_parameters():
-            if n.endswith(("router.weight", "gate.weight")):
-                p.mul_(0.2)
-    _, found = grads_of(model, TokenTree.from_sequences([ids(300, 1)]), chunk=64)
+    _, found = grads_of(model, TREES["one"]()[0], chunk=16)
     names = [n for n, p in model.named_parameters() if "experts" in n and p.requires_grad]
     assert len(names) == 4 * 4 and set(names) <= set(found)
     for n in names:
