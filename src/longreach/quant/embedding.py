@@ -112,7 +112,7 @@ class _SlicedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, head: EightBitHead) -> Tensor:
         ctx.head = head
-        x_CM = x.flatten(0, -2)
+        x_CM = x.reshape(-1, x.shape[-1])
         y = x.new_empty(*x.shape[:-1], head.out_features)
         for part, rows in _slices(head, x.dtype):
             y.view(-1, head.out_features)[:, part] = x_CM @ rows.t()
@@ -121,7 +121,7 @@ class _SlicedProduct(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor):
-        dy_CV = dy.flatten(0, -2)
+        dy_CV = dy.reshape(-1, dy.shape[-1])
         # Slices are summed in fp32, as inside one product.
         dx_CM = dy.new_zeros(len(dy_CV), ctx.head.in_features, dtype=torch.promote_types(dy.dtype, torch.float32))
         for part, rows in _slices(ctx.head, dy.dtype):

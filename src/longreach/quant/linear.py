@@ -125,7 +125,7 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor):
         need_x, _, need_bias = ctx.needs_input_grad
         dx = dy @ _weight(ctx.linear, dy.dtype) if need_x else None
-        return dx, None, dy.flatten(0, -2).sum(0) if need_bias else None
+        return dx, None, dy.reshape(-1, dy.shape[-1]).sum(0) if need_bias else None
 
 
 Made = dict[tuple[nn.Module, torch.dtype], Tensor]
