@@ -41,8 +41,12 @@ def attention(
     sinks: bool = False,
     scale: float | None = None,
     steps: int = 1,
+    per_row: bool = False,
 ) -> Case:
-    """Rows of the groups are dealt out in turn, so that a group's rows do not lie side by side."""
+    """Rows of the groups are dealt out in turn, so that a group's rows do not lie side by side.
+
+    With `per_row`, keys, values and queries of a row or prefix depend on its place and length alone.
+    """
     value_size = value_size or size
 
     def run(device: str, dtype: torch.dtype) -> list[Tensor]:
@@ -74,6 +78,13 @@ def attention(
         v = make(pages, K, page, value_size).transpose(1, 2)
         k[pool.free], v[pool.free] = torch.nan, torch.nan
         q = make(len(own), H, size)
+        if per_row:
+            for tables, lengths_of in ((own_pages, own), (prefix_pages, prefix)):
+                for i, (pages_of, n) in enumerate(zip(tables, lengths_of)):
+                    used = pages_of[pages_of != UNUSED].long()
+                    row = Maker(device, dtype, seed=1000 * i + n)
+                    k[used], v[used] = row(len(used), page, K, size), row(len(used), page, K, value_size)
+            q = torch.stack([Maker(device, dtype, seed=b)(H, size) for b in range(len(own))])
         lengths = torch.tensor(own, dtype=torch.int32, device=device)
         plan = DecodePlan(
             own_pages.to(device), lengths, torch.tensor(prefix_of, dtype=torch.int32, device=device),
@@ -241,4 +252,30 @@ def small_ops() -> dict[str, Case]:
         "step-norm-gemma": step_norm(17, 80, 16, bias=True, post=True),
         "sample": sample(4, 9000),
         "sample-few": sample(3, 50),
+    }
+
+
+def large() -> dict[str, Case]:
+    """Real shapes, for a GPU."""
+    qwen, oss = {"heads": (32, 8), "size": 128, "page": 64}, {"heads": (64, 8), "size": 64, "page": 64, "sinks": True}
+    return {
+        "attention-qwen-group": attention(groups=[(5000, [700 + 37 * i for i in range(16)])], **qwen),
+        "attention-qwen-ragged": attention(groups=[(900, [1, 80]), (64, [5] * 3)], alone=(2100, 0, 63), **qwen),
+        "attention-oss": attention(groups=[(3000, [100, 1000, 3, 64])] * 3, **oss),
+        "attention-oss-window": attention(groups=[(3000, [100, 1000, 3, 64])] * 3, window=128, **oss),
+        "attention-gemma": attention(
+            groups=[(1500, [300, 2])], alone=(700,), heads=(16, 8), size=256, page=64, window=1024, softcap=50.0
+        ),
+        "attention-phi": attention(groups=[(800, [90] * 5)], heads=(32, 32), size=96, page=32),
+        "fourbit-qwen-qkv-1": fourbit(1, (4096, 1024, 1024), 2560, "nf4", ranks=96),
+        "fourbit-qwen-down-1": fourbit(1, (2560,), 9728, "nf4", ranks=32),
+        "fourbit-qwen-gate-up-4": fourbit(4, (9728, 9728), 2560, "nf4", ranks=64),
+        "fourbit-qwen-down-16": fourbit(16, (2560,), 9728, "nf4", ranks=32),
+        "fourbit-qwen-gate-up-64": fourbit(64, (9728, 9728), 2560, "nf4", ranks=64),
+        "fourbit-mxfp4-1": fourbit(1, (2880,), 2880, "mxfp4"),
+        "fourbit-mxfp4-33": fourbit(33, (2880,), 2880, "mxfp4"),
+        "qkv-qwen": qkv(33, (32, 8), 128, 128, rank=32),
+        "step-swiglu-qwen": step_swiglu(33, 9728, 32),
+        "step-norm-qwen": step_norm(33, 2560, 32),
+        "sample-qwen": sample(33, 151_936),
     }

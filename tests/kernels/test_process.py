@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 
-def test_interpreted_kernels() -> None:
+@pytest.mark.parametrize("name", ["test_interpreted.py", "test_decode_interpreted.py"])
+def test_interpreted_kernels(name: str) -> None:
     pytest.importorskip("triton", reason="triton isn't installed: there are no kernels to interpret")
     command = [
         sys.executable,
         "-m",
         "pytest",
-        str(Path(__file__).parent / "test_interpreted.py"),
+        str(Path(__file__).parent / name),
         "-p",
         "no:cacheprovider",
     ]

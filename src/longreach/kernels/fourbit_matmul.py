@@ -75,7 +75,8 @@ class FourBitRows:
 def fourbit_matmul(x_BI: Tensor, parts: Sequence[FourBitRows], out_BN: Tensor, *, a_RI: Tensor | None = None) -> Tensor:
     """Products of x with one to three weights, side by side, and with the adapters' first matrices, in one launch.
 
-    Beyond a few rows a dequantized weight is rounded to x's dtype, as a plain matrix product needs it; products are summed in fp32. The order of the sum depends on the shapes alone.
+    Beyond a few rows a dequantized weight is rounded to x's dtype, as a plain matrix product needs it; products are summed in
+    fp32, in an order that depends on the shapes alone.
 
     Args:
         x_BI: [B, I], B at most FEW_ROWS on a CUDA device; any stride along B.

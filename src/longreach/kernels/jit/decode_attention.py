@@ -28,8 +28,8 @@ _FAR = tl.constexpr(2**30)
 
 
 @triton.jit
-def _cut(first, end, alive, at, items_ptr, pieces_ptr, piece, base, WINDOW: tl.constexpr, SPLITS: tl.constexpr,
-         MOST: tl.constexpr, Q: tl.constexpr):  # fmt: skip
+def _cut(first, end, alive, at, items_ptr, pieces_ptr, piece, base, most, pieces,
+         WINDOW: tl.constexpr, SPLITS: tl.constexpr):  # fmt: skip
     """Write the splits of the keys [first, end) of each piece; borders lie at multiples of a size that `end` alone gives."""
     reach = end
     if WINDOW > 0:
@@ -40,22 +40,21 @@ def _cut(first, end, alive, at, items_ptr, pieces_ptr, piece, base, WINDOW: tl.c
     count = tl.where(alive & (first < end), (end + size - 1) // size - split, 0)
     start = base + tl.cumsum(count, 0) - count
     tl.store(pieces_ptr + piece, first, mask=at)
-    tl.store(pieces_ptr + Q + piece, size, mask=at)
-    tl.store(pieces_ptr + 2 * Q + piece, split, mask=at)
-    tl.store(pieces_ptr + 3 * Q + piece, count, mask=at)
-    for i in range(MOST):
+    tl.store(pieces_ptr + pieces + piece, size, mask=at)
+    tl.store(pieces_ptr + 2 * pieces + piece, split, mask=at)
+    tl.store(pieces_ptr + 3 * pieces + piece, count, mask=at)
+    for i in range(most):
         tl.store(items_ptr + start + i, piece * _ITEM + i, mask=at & (i < count))
     return tl.sum(count, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B", "G", "M", "own", "prefix"])
 def _plan_kernel(
-    own_length_ptr, prefix_length_ptr, members_ptr, pieces_ptr, items_ptr, counts_ptr,
-    B: tl.constexpr, G: tl.constexpr, M: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_G: tl.constexpr,
-    WINDOW: tl.constexpr, SPLITS: tl.constexpr, OWN: tl.constexpr, PREFIX: tl.constexpr,
+    own_length_ptr, prefix_length_ptr, members_ptr, pieces_ptr, items_ptr, counts_ptr, B, G, M, own, prefix,
+    PREFIXES: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_G: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     total = 0
-    if G > 0:
+    if PREFIXES:
         g = tl.arange(0, BLOCK_G)
         at = g < G
         p = tl.load(prefix_length_ptr + g, mask=at, other=0)
@@ -67,7 +66,7 @@ def _plan_kernel(
             if WINDOW > 0:
                 start = tl.maximum(p + n - WINDOW, 0)
             first = tl.minimum(first, tl.where(n > 0, start, _FAR))
-        total = _cut(first, p, at, at, items_ptr, pieces_ptr, g, 0, WINDOW, SPLITS, PREFIX, G + B)
+        total = _cut(first, p, at, at, items_ptr, pieces_ptr, g, 0, prefix, G + B, WINDOW, SPLITS)
     tl.store(counts_ptr, total)
     b = tl.arange(0, BLOCK_B)
     at = b < B
@@ -75,7 +74,7 @@ def _plan_kernel(
     first = 0 * n
     if WINDOW > 0:
         first = tl.maximum(n - WINDOW, 0)
-    rows = _cut(first, n, at, at, items_ptr, pieces_ptr, G + b, total, WINDOW, SPLITS, OWN, G + B)
+    rows = _cut(first, n, at, at, items_ptr, pieces_ptr, G + b, total, own, G + B, WINDOW, SPLITS)
     tl.store(counts_ptr + 1, rows)
 
 
@@ -83,8 +82,8 @@ def update_plan(plan: DecodePlan) -> None:
     B, (G, M) = len(plan.own_length_B), plan.members_GM.shape
     launch(
         _plan_kernel, (1,), plan.own_length_B, plan.prefix_length_G, plan.members_GM, plan.pieces_4Q, plan.items, plan.counts,
-        B=B, G=G, M=M, BLOCK_B=padded(B), BLOCK_G=padded(max(G, 1)), WINDOW=plan.window or 0, SPLITS=plan.splits,
-        OWN=plan.own_splits, PREFIX=plan.prefix_splits, num_warps=4,
+        B, G, M, plan.own_splits, plan.prefix_splits, PREFIXES=G > 0, BLOCK_B=padded(B), BLOCK_G=padded(max(G, 1)),
+        WINDOW=plan.window or 0, SPLITS=plan.splits, num_warps=4,
     )  # fmt: skip
 
 
@@ -135,10 +134,10 @@ def _step(
 
 @triton.jit
 def _attend(
-    b_T, head_T, inside_T, sees_T, partial, from_, start, end, q_ptr, page_ptr, k_ptr, v_ptr, out_ptr, lse_ptr,
+    b_T, head_T, inside_T, sees_T, partial, partials, from_, start, end, q_ptr, page_ptr, k_ptr, v_ptr, out_ptr, lse_ptr,
     scale, softcap, q_row, q_head, k_page, k_token, v_page, v_token,
     H: tl.constexpr, D: tl.constexpr, W: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_W: tl.constexpr, P: tl.constexpr,
-    PARTIALS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, STAGES: tl.constexpr,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The keys [start, end) for one tile of rows and heads: writes out and log-sum-exp (base 2) as partial number `partial`."""
@@ -157,47 +156,46 @@ def _attend(
         )  # fmt: skip
     seen_T = l_T > 0
     acc_TW = tl.where(seen_T[:, None], acc_TW / tl.where(seen_T, l_T, 1.0)[:, None], 0.0)
-    row_T = (b_T.to(tl.int64) * PARTIALS + partial) * H + head_T
+    row_T = (b_T.to(tl.int64) * partials + partial) * H + head_T
     mask = inside_T[:, None] & (w_W < W)[None, :]
     tl.store(out_ptr + row_T[:, None] * W + w_W[None, :], acc_TW, mask=mask)
     tl.store(lse_ptr + row_T, tl.where(seen_T, m_T + tl.log2(tl.where(seen_T, l_T, 1.0)), float("-inf")), mask=inside_T)
 
 
 @triton.jit
-def _range(pieces_ptr, piece, split, length, Q: tl.constexpr):
+def _range(pieces_ptr, piece, split, length, pieces):
     """(first key to read, first key of the split, its end) of a split of a prefix or row."""
     first = tl.load(pieces_ptr + piece)
-    size = tl.load(pieces_ptr + Q + piece)
-    start = (tl.load(pieces_ptr + 2 * Q + piece) + split) * size
+    size = tl.load(pieces_ptr + pieces + piece)
+    start = (tl.load(pieces_ptr + 2 * pieces + piece) + split) * size
     return first, tl.maximum(start, first), tl.minimum(start + size, length)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B", "G", "M", "own_row", "prefix_row", "own_splits", "partials"])
 def _attention_kernel(
     q_ptr, k_ptr, v_ptr, prefix_k_ptr, prefix_v_ptr, own_pages_ptr, own_length_ptr, prefix_pages_ptr, prefix_length_ptr,
     members_ptr, pieces_ptr, items_ptr, counts_ptr, out_ptr, lse_ptr, scale, softcap, q_row, q_head,
     k_page, k_token, k_head, v_page, v_token, v_head, pk_page, pk_token, pk_head, pv_page, pv_token, pv_head,
-    B: tl.constexpr, G: tl.constexpr, M: tl.constexpr, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_W: tl.constexpr, P: tl.constexpr, OWN_N: tl.constexpr, PREFIX_N: tl.constexpr,
-    OWN: tl.constexpr, PARTIALS: tl.constexpr, WINDOW: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
+    B, G, M, own_row, prefix_row, own_splits, partials,
+    PREFIXES: tl.constexpr, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, W: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_W: tl.constexpr, P: tl.constexpr, WINDOW: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr, STAGES: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     R: tl.constexpr = H // K
-    TILES: tl.constexpr = (M * R + BLOCK_T - 1) // BLOCK_T
-    Q: tl.constexpr = G + B
+    tiles = (M * R + BLOCK_T - 1) // BLOCK_T
     of_prefixes = tl.load(counts_ptr)
-    total = (of_prefixes * TILES + tl.load(counts_ptr + 1)) * K
+    total = (of_prefixes * tiles + tl.load(counts_ptr + 1)) * K
     for work in tl.range(tl.program_id(0), total, tl.num_programs(0), num_stages=1):
         head = work % K
         number = work // K
-        own_number = number - of_prefixes * TILES
-        if G > 0 and own_number < 0:
-            tile = number % TILES
-            item = tl.load(items_ptr + number // TILES)
+        own_number = number - of_prefixes * tiles
+        if PREFIXES and own_number < 0:
+            tile = number % tiles
+            item = tl.load(items_ptr + number // tiles)
             g = item // _ITEM
             split = item % _ITEM
             p = tl.load(prefix_length_ptr + g)
-            first, start, end = _range(pieces_ptr, g, split, p, Q)
+            first, start, end = _range(pieces_ptr, g, split, p, G + B)
             row_T = tile * BLOCK_T + tl.arange(0, BLOCK_T)
             b_T = tl.load(members_ptr + g * M + row_T // R, mask=row_T < M * R, other=-1)
             n_T = tl.load(own_length_ptr + b_T, mask=b_T >= 0, other=0)
@@ -205,24 +203,24 @@ def _attention_kernel(
             if WINDOW > 0:
                 sees_T = p + n_T - WINDOW
             _attend(
-                b_T, head * R + row_T % R, n_T > 0, sees_T, OWN + split, first, start, end,
-                q_ptr, prefix_pages_ptr + g.to(tl.int64) * PREFIX_N,
+                b_T, head * R + row_T % R, n_T > 0, sees_T, own_splits + split, partials, first, start, end,
+                q_ptr, prefix_pages_ptr + g.to(tl.int64) * prefix_row,
                 prefix_k_ptr + head.to(tl.int64) * pk_head, prefix_v_ptr + head.to(tl.int64) * pv_head, out_ptr, lse_ptr,
                 scale, softcap, q_row, q_head, pk_page, pk_token, pv_page, pv_token,
-                H, D, W, BLOCK_D, BLOCK_W, P, PARTIALS, BLOCK_T, BLOCK_C, STAGES, SOFTCAP, PRECISION,
+                H, D, W, BLOCK_D, BLOCK_W, P, BLOCK_T, BLOCK_C, STAGES, SOFTCAP, PRECISION,
             )  # fmt: skip
         else:
             own_item = tl.load(items_ptr + of_prefixes + own_number)
             own_split = own_item % _ITEM
             b = own_item // _ITEM - G
-            own_first, own_start, own_end = _range(pieces_ptr, G + b, own_split, tl.load(own_length_ptr + b), Q)
+            own_first, own_start, own_end = _range(pieces_ptr, G + b, own_split, tl.load(own_length_ptr + b), G + B)
             row_R = tl.arange(0, BLOCK_R)
             _attend(
-                b + 0 * row_R, head * R + row_R, row_R < R, own_first + 0 * row_R, own_split, own_first, own_start, own_end,
-                q_ptr, own_pages_ptr + b.to(tl.int64) * OWN_N,
+                b + 0 * row_R, head * R + row_R, row_R < R, own_first + 0 * row_R, own_split, partials,
+                own_first, own_start, own_end, q_ptr, own_pages_ptr + b.to(tl.int64) * own_row,
                 k_ptr + head.to(tl.int64) * k_head, v_ptr + head.to(tl.int64) * v_head, out_ptr, lse_ptr,
                 scale, softcap, q_row, q_head, k_page, k_token, v_page, v_token,
-                H, D, W, BLOCK_D, BLOCK_W, P, PARTIALS, BLOCK_R, BLOCK_C, STAGES, SOFTCAP, PRECISION,
+                H, D, W, BLOCK_D, BLOCK_W, P, BLOCK_R, BLOCK_C, STAGES, SOFTCAP, PRECISION,
             )  # fmt: skip
 
 
@@ -248,27 +246,29 @@ def _merge_part(acc_W, total, top, at, count, lse_ptr, part_ptr, H: tl.constexpr
     return acc_W, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B", "G", "own_splits", "partials"])
 def _merge_kernel(
     out_ptr, part_ptr, lse_ptr, sinks_ptr, prefix_of_ptr, pieces_ptr, out_row, out_head,
-    B: tl.constexpr, G: tl.constexpr, H: tl.constexpr, W: tl.constexpr, BLOCK_W: tl.constexpr, OWN: tl.constexpr,
-    PARTIALS: tl.constexpr, BLOCK_OWN: tl.constexpr, BLOCK_PREFIX: tl.constexpr, JOIN: tl.constexpr, SINKS: tl.constexpr,
+    B, G, own_splits, partials, PREFIXES: tl.constexpr, H: tl.constexpr, W: tl.constexpr, BLOCK_W: tl.constexpr,
+    BLOCK_OWN: tl.constexpr, BLOCK_PREFIX: tl.constexpr, JOIN: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     counts_ptr = pieces_ptr + 3 * (G + B)
     of_row = tl.load(counts_ptr + G + b)
-    lse_ptr += b * PARTIALS * H + head
-    part_ptr += (b * PARTIALS * H + head) * W
+    lse_ptr += b * partials * H + head
+    part_ptr += (b * partials * H + head) * W
     j = tl.arange(0, BLOCK_OWN)
     top = tl.max(tl.load(lse_ptr + j * H, mask=j < of_row, other=float("-inf")), 0)
     of_prefix = 0
-    if G > 0:
+    if PREFIXES:
         g = tl.load(prefix_of_ptr + b)
         # An idle row's prefix may be another's by now.
         of_prefix = tl.load(counts_ptr + g, mask=(g >= 0) & (of_row > 0), other=0)
         j = tl.arange(0, BLOCK_PREFIX)
-        top = tl.maximum(top, tl.max(tl.load(lse_ptr + (OWN + j) * H, mask=j < of_prefix, other=float("-inf")), 0))
+        top = tl.maximum(
+            top, tl.max(tl.load(lse_ptr + (own_splits + j) * H, mask=j < of_prefix, other=float("-inf")), 0)
+        )
     if SINKS:
         sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E
         top = tl.maximum(top, sink)
@@ -277,8 +277,8 @@ def _merge_kernel(
     total = 0.0
     if SINKS:
         total += tl.exp2(sink - top)
-    if G > 0:
-        acc_W, total = _merge_part(acc_W, total, top, OWN, of_prefix, lse_ptr, part_ptr, H, W, BLOCK_W, JOIN)
+    if PREFIXES:
+        acc_W, total = _merge_part(acc_W, total, top, own_splits, of_prefix, lse_ptr, part_ptr, H, W, BLOCK_W, JOIN)
     acc_W, total = _merge_part(acc_W, total, top, 0, of_row, lse_ptr, part_ptr, H, W, BLOCK_W, JOIN)
     w_W = tl.arange(0, BLOCK_W)
     acc_W = tl.where(of_row > 0, acc_W / tl.where(total > 0, total, 1.0), 0.0)
@@ -322,14 +322,14 @@ def decode_attention(
         plan.own_pages_BN, plan.own_length_B, plan.prefix_pages_GN, plan.prefix_length_G, plan.members_GM,
         plan.pieces_4Q, plan.items, plan.counts, plan.partial, plan.partial_lse, scale, softcap or 0.0, *q_BHD.stride()[:2],
         *k_NPKD.stride()[:3], *v_NPKW.stride()[:3], *prefix_k.stride()[:3], *prefix_v.stride()[:3],
-        B=B, G=G, M=M, H=H, K=K, D=D, W=W, BLOCK_D=max(16, padded(D)), BLOCK_W=max(16, padded(W)), P=plan.page,
-        OWN_N=plan.own_pages_BN.shape[1], PREFIX_N=plan.prefix_pages_GN.shape[1], OWN=plan.own_splits, PARTIALS=partials,
+        B, G, M, plan.own_pages_BN.shape[1], plan.prefix_pages_GN.shape[1], plan.own_splits, partials,
+        PREFIXES=G > 0, H=H, K=K, D=D, W=W, BLOCK_D=max(16, padded(D)), BLOCK_W=max(16, padded(W)), P=plan.page,
         WINDOW=plan.window or 0, SOFTCAP=softcap is not None,
         PRECISION="ieee" if q_BHD.dtype == torch.float32 else "tf32", **tile,
     )  # fmt: skip
     launch(
         _merge_kernel, (B, H), out, plan.partial, plan.partial_lse, out if sinks_H is None else sinks_H, plan.prefix_of_B,
-        plan.pieces_4Q, *out.stride()[:2], B=B, G=G, H=H, W=W, BLOCK_W=max(16, padded(W)), OWN=plan.own_splits,
-        PARTIALS=partials, BLOCK_OWN=padded(plan.own_splits), BLOCK_PREFIX=padded(max(plan.prefix_splits, 1)), JOIN=JOIN,
+        plan.pieces_4Q, *out.stride()[:2], B, G, plan.own_splits, partials, PREFIXES=G > 0, H=H, W=W, BLOCK_W=max(16, padded(W)),
+        BLOCK_OWN=padded(plan.own_splits), BLOCK_PREFIX=padded(max(plan.prefix_splits, 1)), JOIN=JOIN,
         SINKS=sinks_H is not None, num_warps=1 if W <= 128 else 2,
     )  # fmt: skip
