@@ -76,6 +76,21 @@ def test_doctor_tells_versions_backend_and_passes_its_self_test() -> None:
         assert word in done.output, word
 
 
+def test_doctor_names_attention_that_is_wrong_for_gpt_oss() -> None:
+    """SDPA knows no sinks: output and gradients are off, and the sinks get none. Eager and ours are right."""
+    import torch
+
+    from longreach.context.implementations import check_implementations
+
+    found = {finding.name: finding for finding in check_implementations(torch.device("cpu"))}
+    for name in ("longreach", "eager"):
+        assert found[name].absent is None and not found[name].wrong and max(found[name].errors.values()) < 1e-5
+    assert "no gradient for the sinks" in str(found["sdpa"]) and "WRONG" in str(found["sdpa"])
+    assert len(found["sdpa"].wrong) == 6
+    done = CliRunner().invoke(app, ["doctor", "--no-self-test"])
+    assert done.exit_code == 0 and "WRONG for gpt-oss" in " ".join(done.output.split())
+
+
 def test_doctor_says_when_the_engine_is_not_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     from longreach.context import parity
 

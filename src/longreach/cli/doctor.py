@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 def doctor(
     self_test: Annotated[bool, typer.Option(help="Compare the engine with stock layers on a tiny model.")] = True,
 ) -> None:
-    """Show versions, devices, memory and the attention backend, and test the engine against stock Transformers."""
+    """Show versions, devices, memory, attention backend; test attention on gpt-oss and the engine against stock Transformers."""
     from longreach.cli.terminal import console
 
     screen = console()
@@ -21,6 +21,7 @@ def doctor(
         ("Versions", _versions),
         ("Machine", _machine),
         ("Attention", _attention),
+        ("Attention implementations on gpt-oss (sinks, windows)", _implementations),
         ("Untrusted code", _isolation),
     ):
         _show(screen, title, rows())
@@ -91,6 +92,16 @@ def _backend(device: Any, dtype: Any, head_dim: int, softcap: float | None = Non
             return name + "".join(f"; {text}" for text in passed_over)
         passed_over.append(f"{name} {reason}")
     return "none: " + "; ".join(passed_over)
+
+
+def _implementations() -> list[tuple[str, str]]:
+    """Every registered implementation against eager in fp64: which ones train gpt-oss wrongly, and how wrongly."""
+    import torch
+
+    from longreach.context.implementations import check_implementations
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return [(finding.name, str(finding)) for finding in check_implementations(device)]
 
 
 def _isolation() -> list[tuple[str, str]]:
