@@ -51,8 +51,6 @@ def load(
         FormatError: a 4-bit checkpoint that is cut off or does not fit the model; it names the tensor.
         UnsupportedModelError, ParityError: see `enable`.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     from .context.install import enable
     from .context.support import check_supported
 
@@ -67,21 +65,21 @@ def load(
     origin = origin_of(name_or_path)
     if origin.adapter and adapter is not None:
         raise ValueError(f"lora={lora!r}: {name_or_path!r} is an adapter already; leave lora out to go on training it")
-    config = origin.config(**trusted)
+    config = kwargs.pop("config", None) or origin.config(**trusted)
     text = config.get_text_config()
     check_supported(text)
     check_positions(text, max_length)
     place = torch.device(device) if device is not None else default_device()
     kwargs = {"dtype": WEIGHTS.get(weights or "", "auto")} | quantization(config, weights, origin.base, kwargs)
-    if "config" in kwargs or "quantization_config" in kwargs:
+    if "quantization_config" in kwargs or getattr(config, "quantization_config", None) is not None:
         kwargs.setdefault("device_map", {"": place})
-    model: Any = AutoModelForCausalLM.from_pretrained(origin.base, **origin.file, **kwargs)
+    model: Any = origin.load_base(config, **kwargs)
     if weights in WEIGHTS and getattr(model, "is_loaded_in_4bit", False):
         model = model.dequantize(WEIGHTS[weights])
     if embedding is not None:
         store_in_8_bits(model)
     model.to(place)
-    tokenizer = AutoTokenizer.from_pretrained(origin.tokenizer, **origin.file, **trusted)
+    tokenizer = origin.load_tokenizer(**trusted)
     if origin.adapter is not None:
         from peft import PeftModel
 
@@ -97,7 +95,8 @@ def load(
 
 
 def quantization(config: Any, weights: str | None, name: str, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """`kwargs` of `from_pretrained` with what makes a model's weights what was asked for.
+    """`kwargs` of `from_pretrained` with what makes a model's weights what was asked for; a stored quantization is handed to
+    our quantizer by way of `config`.
 
     Raises:
         ValueError: two answers to the same question, or a stored quantization that can't be read.
@@ -107,7 +106,6 @@ def quantization(config: Any, weights: str | None, name: str, kwargs: dict[str, 
     for key, answers in {"dtype": [*WEIGHTS], "quantization_config": [*WEIGHTS, *FORMATS]}.items():
         if key in kwargs and weights in answers:
             raise ValueError(f"weights={weights!r} and {key}={kwargs[key]!r} say the same; give one of the two")
-    config = kwargs.get("config", config)
     stored = stored_config(getattr(config, "quantization_config", None), name)
     if stored is None:
         return kwargs | ({"quantization_config": FourBitConfig(weights)} if weights in FORMATS else {})
@@ -119,7 +117,7 @@ def quantization(config: Any, weights: str | None, name: str, kwargs: dict[str, 
     if "quantization_config" in kwargs:
         raise ValueError(f"quantization_config=...: {name} is stored in {stored.weights} already; leave it out")
     config.quantization_config = dict(stored.__dict__)
-    return kwargs | {"config": config}
+    return kwargs
 
 
 def lora_config(lora: Any) -> Any:

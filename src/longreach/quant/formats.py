@@ -30,7 +30,7 @@ from ..kernels.dequant import (
 Shape = tuple[int, ...]
 Spec = tuple[Shape, torch.dtype]
 
-SLICE = 2**22  # weights quantized at once: bounds the fp32 workspace
+SLICE = 2**20  # weights quantized at once: bounds the fp32 workspace
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -253,6 +253,6 @@ def _quantize_e2m1(groups: Tensor) -> tuple[Tensor, Tensor]:
     magnitudes = torch.tensor(E2M1_VALUES[:8], device=groups.device)
     middles = (magnitudes[:-1] + magnitudes[1:]) / 2
     size = scaled.abs()
-    up, down = (torch.bucketize(size, middles, right=right) for right in (True, False))
+    up, down = (torch.bucketize(size, middles, right=right, out_int32=True) for right in (True, False))
     codes = torch.where(up % 2 == 0, up, down).to(torch.uint8) | (torch.signbit(scaled).to(torch.uint8) << 3)
     return codes[:, ::2] | (codes[:, 1::2] << 4), scales.to(torch.uint8)
