@@ -47,11 +47,13 @@ def load(
 
     Raises:
         ValueError: an unknown `weights` or `embedding`, a `lora` of another type, a `max_length` beyond the model's
-            positions, or a checkpoint whose quantization can't be read or does not fit `weights`.
+            positions, weights beyond the range of fp16, or a checkpoint whose quantization can't be read or does not fit
+            `weights`.
         FormatError: a 4-bit checkpoint that is cut off or does not fit the model; it names the tensor.
         UnsupportedModelError, ParityError: see `enable`.
     """
     from .context.install import enable
+    from .context.precision import check_range
     from .context.support import check_supported
 
     if weights is not None and weights not in (*WEIGHTS, *FORMATS):
@@ -76,6 +78,7 @@ def load(
     model: Any = origin.load_base(config, **kwargs)
     if weights in WEIGHTS and getattr(model, "is_loaded_in_4bit", False):
         model = model.dequantize(WEIGHTS[weights])
+    check_range(model)
     if embedding is not None:
         store_in_8_bits(model)
     model.to(place)

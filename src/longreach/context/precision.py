@@ -32,6 +32,13 @@ def residual_dtype(compute: torch.dtype) -> torch.dtype:
     return torch.float32 if compute == torch.float16 else compute
 
 
+def check_range(model: nn.Module) -> None:
+    """Refuse a model whose weights did not fit into fp16 (ValueError names the first)."""
+    for name, p in model.named_parameters():
+        if p.dtype == torch.float16 and not bool(p.isfinite().all()):
+            raise ValueError(f"{name} has values beyond the range of fp16 (65,504); load the model in bf16 or fp32")
+
+
 class WideResidual:
     """Runs a decoder whose weights are fp16 with an fp32 residual stream, under autocast; others stay as they are.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase, set_seed
 
 from ..context.install import enable
@@ -64,14 +65,13 @@ def load_model(name: str, args: GRPOConfig | SFTConfig, *, adapter: bool) -> Any
     """Load a model by name on this process's device, in the dtype of `model_init_kwargs`.
 
     Without one, weights that train are float32, as in TRL (smaller types would round small updates away), and frozen
-    weights under an adapter stay in the type they are stored in.
+    weights under an adapter stay in the type they are stored in; with `fp16` what is stored in 16 bits becomes float16.
     """
     set_seed(args.seed)  # new heads are drawn at random: the seed comes first, as in TRL
     dtype = _dtype_name(args.model_init_kwargs or {}) or ("auto" if adapter else "float32")
+    kwargs: dict[str, Any] = {"dtype": torch.float16} if dtype == "auto" and args.fp16 else {"weights": WEIGHTS[dtype]}
     # The engine is checked once the adapter is on, by `enable_engine`.
-    model, _ = load(
-        name, weights=WEIGHTS[dtype], max_length=_positions_needed(args), device=args.device, parity_check=False
-    )
+    model, _ = load(name, max_length=_positions_needed(args), device=args.device, parity_check=False, **kwargs)
     return model
 
 
