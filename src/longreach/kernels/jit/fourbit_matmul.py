@@ -20,134 +20,22 @@ import triton.language as tl
 from torch import Tensor
 
 from ..fourbit_matmul import FourBitRows
-from ..reference import E2M1_VALUES, NESTED_BLOCK, NF4_VALUES
 from . import launch, padded, parts
+from .fourbit_codes import (
+    MXFP4,
+    NF4_NESTED,
+    NF4_SINGLE,
+    block_scale,
+    code_table,
+    code_tile,
+    decoded,
+    dot8,
+    in_registers,
+)
 
 VECTOR_ROWS = 4
 PROGRAMS = 528  # tiles from which on nothing more is cut
 MOST_SPLITS = 8
-
-_NESTED_BLOCK = tl.constexpr(NESTED_BLOCK)
-NF4_SINGLE, NF4_NESTED, MXFP4 = (tl.constexpr(i) for i in range(3))
-
-
-# --- decoding -----------------------------------------------------------------------------------------------------
-
-
-def _planes(values: Sequence[float]) -> list[int]:
-    """High bytes of sixteen fp16 numbers, four to a word, then low bytes."""
-    bits = torch.tensor(values, dtype=torch.float16).view(torch.int16).tolist()
-    rows = [bytes((x >> shift) & 0xFF for x in bits) for shift in (8, 0)]
-    return [int.from_bytes(row[i : i + 4], "little", signed=True) for row in rows for i in range(0, 16, 4)]
-
-
-def _lookup(planes: int, high_first: bool) -> str:
-    """PTX that turns a word of eight codes ($8) into eight fp32 numbers ($0 to $7); $9 and on hold `_planes`.
-
-    Sixteen values are looked up in registers: `prmt` picks four bytes of eight by the low three bits of four codes, twice, and
-    once more by their high bit. Values are fp16: exact for e2m1, whose low bytes are zero, and within 2^-12 for NF4.
-    """
-    lines = ["{ .reg .b32 s, m, a, b, h, l, p, q; .reg .b16 x0, x1, x2, x3;"]
-    for half in range(2):
-        word = "p" if half else "$8"
-        if half:
-            lines.append("shr.b32 p, $8, 16;")
-        lines += [
-            f"and.b32 s, {word}, 0x7777;",
-            f"shr.b32 m, {word}, 1; and.b32 m, m, 0x4444; or.b32 m, m, 0x3210;",
-            "prmt.b32 a, $9, $10, s; prmt.b32 b, $11, $12, s; prmt.b32 h, a, b, m;",
-        ]
-        if planes == 2:
-            lines.append("prmt.b32 a, $13, $14, s; prmt.b32 b, $15, $16, s; prmt.b32 l, a, b, m;")
-            lines.append("prmt.b32 p, l, h, 0x5140; prmt.b32 q, l, h, 0x7362;")
-        else:
-            lines.append("prmt.b32 p, h, 0, 0x1404; prmt.b32 q, h, 0, 0x3424;")
-        lines.append("mov.b32 {x0, x1}, p; mov.b32 {x2, x3}, q;")
-        order = [1, 0, 3, 2] if high_first else [0, 1, 2, 3]
-        lines += [f"cvt.f32.f16 ${4 * half + i}, x{order[i]};" for i in range(4)]
-    return " ".join([*lines, "}"])
-
-
-NF4_LOOKUP = tl.constexpr(_lookup(2, True))
-E2M1_LOOKUP = tl.constexpr(_lookup(1, False))
-_RESULTS = tl.constexpr("=f,=f,=f,=f,=f,=f,=f,=f,r,r,r,r,r")  # results, the word, four words of high bytes
-
-
-@triton.jit
-def _plane(at):
-    """A word that stays in a register: what the assembler knows to be the same in all threads, it would fetch at every use.
-
-    No lane is above another that has bit 31, so what is added is zero.
-    """
-    return tl.inline_asm_elementwise(
-        "{ .reg .b32 t; mov.u32 t, %lanemask_lt; and.b32 t, t, 0x80000000; xor.b32 $0, $1, t; }",
-        "=r,r", [tl.load(at)], dtype=tl.int32, is_pure=True, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
-def _values(word, table_ptr, KIND: tl.constexpr, REGISTERS: tl.constexpr):
-    """The eight numbers of a word of codes, in fp32 and in their order."""
-    if REGISTERS:
-        h0, h1 = _plane(table_ptr), _plane(table_ptr + 1)
-        h2, h3 = _plane(table_ptr + 2), _plane(table_ptr + 3)
-        if KIND == MXFP4:
-            return tl.inline_asm_elementwise(
-                E2M1_LOOKUP, _RESULTS, [word, h0, h1, h2, h3], dtype=(tl.float32,) * 8, is_pure=True, pack=1
-            )
-        else:
-            l0, l1 = _plane(table_ptr + 4), _plane(table_ptr + 5)
-            l2, l3 = _plane(table_ptr + 6), _plane(table_ptr + 7)
-            return tl.inline_asm_elementwise(
-                NF4_LOOKUP, _RESULTS + ",r,r,r,r", [word, h0, h1, h2, h3, l0, l1, l2, l3],
-                dtype=(tl.float32,) * 8, is_pure=True, pack=1,
-            )  # fmt: skip
-    else:  # what Triton's interpreter can do
-        SWAP: tl.constexpr = 0 if KIND == MXFP4 else 4  # the first of two codes in the high half of a byte
-        v0 = tl.load(table_ptr + ((word >> SWAP) & 15))
-        v1 = tl.load(table_ptr + ((word >> (4 - SWAP)) & 15))
-        v2 = tl.load(table_ptr + ((word >> (8 + SWAP)) & 15))
-        v3 = tl.load(table_ptr + ((word >> (12 - SWAP)) & 15))
-        v4 = tl.load(table_ptr + ((word >> (16 + SWAP)) & 15))
-        v5 = tl.load(table_ptr + ((word >> (20 - SWAP)) & 15))
-        v6 = tl.load(table_ptr + ((word >> (24 + SWAP)) & 15))
-        v7 = tl.load(table_ptr + ((word >> (28 - SWAP)) & 15))
-        return v0, v1, v2, v3, v4, v5, v6, v7
-
-
-@triton.jit
-def _scale(scales_ptr, nested_ptr, map_ptr, offset_ptr, at, mask, KIND: tl.constexpr):
-    """fp32 scales of blocks."""
-    raw = tl.load(scales_ptr + at, mask=mask, other=0)
-    if KIND == NF4_NESTED:
-        outer = tl.load(nested_ptr + at // _NESTED_BLOCK, mask=mask, other=0.0)
-        return tl.load(map_ptr + raw.to(tl.int32)) * outer + tl.load(offset_ptr)
-    elif KIND == MXFP4:
-        bits = raw.to(tl.int32)
-        return tl.where(bits == 0, 0x00400000, bits << 23).to(tl.float32, bitcast=True)
-    else:
-        return raw
-
-
-@triton.jit
-def _halves(x_GJE):
-    """Even and odd elements of the last axis."""
-    return tl.split(tl.reshape(x_GJE, [x_GJE.shape[0], x_GJE.shape[1], x_GJE.shape[2] // 2, 2]))
-
-
-@triton.jit
-def _dot8(v0, v1, v2, v3, v4, v5, v6, v7, x_ptr, at_GJ, mask_GJ):
-    """Sum of a word's eight numbers times x, [O, G, J]; x is read in the order of memory and taken apart in registers."""
-    x_GJE = tl.load(x_ptr + at_GJ[:, :, None] * 8 + tl.arange(0, 8)[None, None, :], mask=mask_GJ[:, :, None], other=0.0)
-    even, odd = _halves(x_GJE)
-    x04, x26 = _halves(even)
-    x15, x37 = _halves(odd)
-    x0, x4 = tl.split(x04)
-    x2, x6 = tl.split(x26)
-    x1, x5 = tl.split(x15)
-    x3, x7 = tl.split(x37)
-    sum_OGJ = v0 * x0[None] + v1 * x1[None] + v2 * x2[None] + v3 * x3[None]
-    return sum_OGJ + v4 * x4[None] + v5 * x5[None] + v6 * x6[None] + v7 * x7[None]
 
 
 # --- few rows: numbers are used where they are decoded ------------------------------------------------------------
@@ -169,17 +57,17 @@ def _vector_tile(
         mask_OG = (o_O < rows)[:, None] & (g_G < groups)[None, :]
         at_OG = o_O[:, None] * groups + g_G[None, :]
         word = tl.load(words_ptr + at_OG[:, :, None] * J + j_J[None, None, :], mask=mask_OG[:, :, None], other=0)
-        scale = _scale(scales_ptr, nested_ptr, map_ptr, offset_ptr, at_OG, mask_OG, KIND)[:, :, None]
+        scale = block_scale(scales_ptr, nested_ptr, map_ptr, offset_ptr, at_OG, mask_OG, KIND)[:, :, None]
         at_GJ = g_G[:, None] * J + j_J[None, :]
         mask_GJ = (g_G < groups)[:, None] & (j_J < J)[None, :]
-        v0, v1, v2, v3, v4, v5, v6, v7 = _values(word, table_ptr, KIND, REGISTERS)
-        acc0 += _dot8(v0, v1, v2, v3, v4, v5, v6, v7, x_ptr, at_GJ, mask_GJ) * scale
+        v0, v1, v2, v3, v4, v5, v6, v7 = decoded(word, table_ptr, KIND, REGISTERS)
+        acc0 += dot8(v0, v1, v2, v3, v4, v5, v6, v7, x_ptr, at_GJ, mask_GJ) * scale
         if ROWS > 1:
-            acc1 += _dot8(v0, v1, v2, v3, v4, v5, v6, v7, x_ptr + x_row, at_GJ, mask_GJ) * scale
+            acc1 += dot8(v0, v1, v2, v3, v4, v5, v6, v7, x_ptr + x_row, at_GJ, mask_GJ) * scale
         if ROWS > 2:
-            acc2 += _dot8(v0, v1, v2, v3, v4, v5, v6, v7, x_ptr + 2 * x_row, at_GJ, mask_GJ) * scale
+            acc2 += dot8(v0, v1, v2, v3, v4, v5, v6, v7, x_ptr + 2 * x_row, at_GJ, mask_GJ) * scale
         if ROWS > 3:
-            acc3 += _dot8(v0, v1, v2, v3, v4, v5, v6, v7, x_ptr + 3 * x_row, at_GJ, mask_GJ) * scale
+            acc3 += dot8(v0, v1, v2, v3, v4, v5, v6, v7, x_ptr + 3 * x_row, at_GJ, mask_GJ) * scale
     _put_row(out_ptr + o_O, acc0, o_O < rows)
     if ROWS > 1:
         _put_row(out_ptr + out_row + o_O, acc1, o_O < rows)
@@ -270,30 +158,6 @@ def _vector_kernel(
 
 
 @triton.jit
-def _code_tile(
-    codes_ptr, scales_ptr, nested_ptr, map_ptr, offset_ptr, table_ptr, o_O, inside_O, g_G, groups, dtype: tl.constexpr,
-    BLOCK_O: tl.constexpr, BLOCK_G: tl.constexpr, J: tl.constexpr, KIND: tl.constexpr,
-    REGISTERS: tl.constexpr,
-):  # fmt: skip
-    """Decoded weights [O, G * J * 8], rounded to dtype."""
-    mask_OG = inside_O[:, None] & (g_G < groups)[None, :]
-    at_OG = o_O[:, None] * groups + g_G[None, :]
-    scale = _scale(scales_ptr, nested_ptr, map_ptr, offset_ptr, at_OG, mask_OG, KIND)[:, :, None]
-    words_ptr = codes_ptr.to(tl.pointer_type(tl.int32))
-    word = tl.load(
-        words_ptr + at_OG[:, :, None] * J + tl.arange(0, J)[None, None, :], mask=mask_OG[:, :, None], other=0
-    )
-    v0, v1, v2, v3, v4, v5, v6, v7 = _values(word, table_ptr, KIND, REGISTERS)
-    even = tl.join(
-        tl.join((v0 * scale).to(dtype), (v4 * scale).to(dtype)), tl.join((v2 * scale).to(dtype), (v6 * scale).to(dtype))
-    )
-    odd = tl.join(
-        tl.join((v1 * scale).to(dtype), (v5 * scale).to(dtype)), tl.join((v3 * scale).to(dtype), (v7 * scale).to(dtype))
-    )
-    return tl.reshape(tl.join(even, odd), [BLOCK_O, BLOCK_G * J * 8])
-
-
-@triton.jit
 def _share(number, splits, width, BLOCK_I: tl.constexpr):
     """The input features of one part of a split sum, [start, end), in whole steps."""
     steps = (width + BLOCK_I - 1) // BLOCK_I
@@ -364,7 +228,7 @@ def _matrix_kernel(
         for i in tl.range(start, end, BLOCK_I, num_stages=STAGES):
             i_I = i + tl.arange(0, BLOCK_I)
             x_BI = tl.load(x_at + i_I[None, :], mask=(b_B < B)[:, None] & (i_I < width)[None, :], other=0.0)
-            w_OI = _code_tile(
+            w_OI = code_tile(
                 codes_ptr, scales_ptr, nested_ptr, map_ptr, offset_ptr, table_ptr, o_O, inside_O,
                 i // (J * 8) + tl.arange(0, BLOCK_G), width // (J * 8), dtype, BLOCK_O, BLOCK_G, J, KIND, REGISTERS,
             )  # fmt: skip
@@ -384,20 +248,6 @@ def _matrix_kernel(
 
 
 # --- launching ----------------------------------------------------------------------------------------------------
-
-
-def in_registers(x: Tensor) -> bool:
-    """Whether codes are looked up by PTX; Triton's interpreter has none."""
-    return x.is_cuda
-
-
-@functools.cache
-def code_table(kind: str, device: torch.device, registers: bool) -> Tensor:
-    """The sixteen values, in the form that `_values` looks them up in."""
-    values = E2M1_VALUES if kind == "mxfp4" else NF4_VALUES
-    if registers:
-        return torch.tensor(_planes(values), dtype=torch.int32, device=device)
-    return torch.tensor(values, dtype=torch.float32, device=device)
 
 
 @functools.cache
