@@ -129,14 +129,15 @@ class Bench:
 
         engine = engine_of(self.model)
         assert engine is not None
-        chunk, offload, save_attention = engine.settle(prompts * (context - completion + group * completion))
+        tokens = prompts * (context - completion + group * completion)
+        policy = engine.settle(tokens, prompts * group * completion).policy
         entry = {
             "engine": "longreach", "case": name, "model": self.shape.name, "layers": self.shape.layers, "dtype": "bf16",
-            "context": context, "completion": completion, "group": group, "prompts": prompts, "chunk": chunk,
-            "offload": offload, "save_attention": save_attention, **found,
+            "context": context, "completion": completion, "group": group, "prompts": prompts, "chunk": policy.chunk,
+            "offload": policy.offload, "save_attention": policy.save_attention, **found,
         }  # fmt: skip
-        if self.options.keep_every != 1:
-            entry["keep_every"] = self.options.keep_every
+        if policy.keep_every != 1:
+            entry["keep_every"] = policy.keep_every
         if name != "group rows" and found["step_s"] is not None:
             entry["utilization"] = measure.utilization(self.shape, context, completion, group, prompts, found["step_s"])
         measure.record(self.options.out, entry, self.options.commit)

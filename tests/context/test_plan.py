@@ -198,9 +198,12 @@ def test_the_first_tier_that_fits_is_taken_and_in_it_the_fastest():
             assert picked.policy == min(tier, key=lambda c: c.seconds).policy
 
 
-def test_a_family_whose_rows_cannot_be_streamed_is_not_offered_it():
-    other = dataclasses.replace(QWEN, kind="glm4")
-    assert {c.policy.offload for c in plan(other, gpu_bytes=80 * GB, **GROUP).choices()} == {"none", "host"}
+def test_a_family_whose_embedding_is_not_plain_keeps_one_row_on_the_device():
+    def needed(kind):
+        return plan(dataclasses.replace(QWEN, kind=kind), gpu_bytes=80 * GB, offload="rows", chunk=8192, **GROUP).choice
+
+    plain, other = needed("llama"), needed("gemma")
+    assert other.memory.parts["hidden and gradient rows"] and "hidden and gradient rows" not in plain.memory.parts
 
 
 def test_on_a_cpu_nothing_is_offloaded_from_the_host_to_the_host():

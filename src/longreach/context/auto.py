@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .limits import Limits, this_machine
-from .plan import Plan, made, refusal, size
+from .plan import Plan, made, refusal
 from .shape import ModelShape
 from .work import Work
 
@@ -123,6 +123,14 @@ def _warn_once(text: str) -> None:
     logger.warning("by plan this step does not fit and may run out of memory: %s", text)
 
 
+def processes_here() -> int:
+    """Processes of this run that share the host, each with a card of its own."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return 1
+    world = torch.distributed.get_world_size()
+    return min(world, torch.cuda.device_count()) if torch.cuda.is_available() else world
+
+
 class PlannedOutOfMemory(torch.OutOfMemoryError):
     """Out of GPU memory, with the plan beside the fact."""
 
@@ -149,6 +157,3 @@ def explained(planned: Callable[[], Plan | None], what: str = "") -> Iterator[No
         used = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
         # accelerate's search for a batch size that fits knows the error by these words
         raise PlannedOutOfMemory(f"CUDA out of memory. {what}{plan.out_of_memory(used)}") from error
-
-
-__all__ = ["Loaded", "PlannedOutOfMemory", "automatic", "explained", "size"]

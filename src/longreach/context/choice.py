@@ -44,7 +44,7 @@ class Choice:
 
 def choices(work: Work, limits: Limits, fixed: Mapping[str, Any]) -> Iterator[tuple[Choice, ...]]:
     """Every policy, tier by tier in the order of preference."""
-    for tier in tiers(work.tokens, work.shape.kind, fixed, offload=limits.offload):
+    for tier in tiers(work.tokens, fixed, offload=limits.offload):
         yield tuple(Choice(p, step_memory(work, p), step_seconds(work, p, limits.rates)) for p in tier)
 
 

@@ -12,19 +12,20 @@ import contextlib
 import functools
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from ..attention import AttentionSpec, attention
+from .auto import Loaded, automatic, explained, processes_here
 from .autograd import run_layer
 from .kv import CHUNK_KWARG, ChunkContext
 from .layer import LayerCall, Run
 from .offload import POLICIES, EmbeddingRow, HostPool
+from .plan import Plan
 from .precision import WideResidual, compute_dtype
 from .rows import check_holes, rows_layout, to_rows
 from .support import PLAIN_EMBEDDING, TESTED, UnsupportedModelError, check_supported, check_window
@@ -33,10 +34,6 @@ from .tree import Layout
 logger = logging.getLogger(__name__)
 
 ATTENTION = "longreach"
-AUTO_CHUNK = (2048, 8192)  # smallest and largest automatic chunk
-KEEP_ON_DEVICE = 2 * 2**30  # bytes of layer inputs beyond which "auto" takes them to the host
-HOST_SHARE = 0.5  # of the machine's memory that "auto" fills with what is kept
-
 ENGINE = "_longreach_engine"  # attribute of the Transformers model: copied and freed with it
 
 
@@ -142,48 +139,37 @@ class Engine:
         return {i: modules[0] for i, modules in found.items() if modules}
 
     def make_run(self, layout: Layout, *, compact: bool, backward: bool, router_logits: bool = False) -> Run:
-        chunk, offload, save_attention = self.settle(layout.tokens)
+        policy = (plan := self.settle(layout.tokens, len(layout.read_index), compact)).policy
         run = Run(
             layout=layout,
-            chunk=chunk,
+            chunk=policy.chunk,
             layers=len(self.layers),
             compact=compact,
             backward=backward,
-            save_attention=save_attention,
+            save_attention=policy.save_attention,
             fuse=self.options.fuse,
             replay_random=any(m.training for m in self.causal.modules()),
-            resumed=self._resumed,
+            resumed=functools.partial(self._resumed, plan=plan),
             routers=self.routers if router_logits else {},
-            offload=offload,
-            keep_every=self.options.keep_every or 1,
+            offload=policy.offload,
+            keep_every=policy.keep_every,
         )
-        if run.streams or (backward and offload == "host"):
+        if run.streams or (backward and policy.on_host):
             run.use(self.pool.lease(run))
         return run
 
-    def settle(self, tokens: int) -> tuple[int, str, bool]:
-        """(chunk, offload, save_attention) of a run, from its size and the machine's; never from what is free."""
-        weight = next(p for p in self.layers[0].parameters() if p.is_floating_point())
-        per_layer = tokens * len(self.layers) * weight.dtype.itemsize
-        heads = getattr(self.config, "num_attention_heads", 0)
-        width = heads * (getattr(self.config, "head_dim", None) or self.config.hidden_size // max(heads, 1))
-        inputs, attended = per_layer * self.config.hidden_size, per_layer * width
-        offload, save = self.options.offload, self.options.save_attention
-        if offload is None:
-            offload = "host" if weight.is_cuda and inputs > KEEP_ON_DEVICE else "none"
-        if save is None:
-            room = HOST_SHARE * psutil.virtual_memory().total if offload == "host" else KEEP_ON_DEVICE
-            save = weight.is_cuda and inputs + attended <= room
-        # A quarter of the tokens: at short context a whole chunk's workspace would be most of the memory.
-        chunk = min(max(tokens // 4 // 1024 * 1024, AUTO_CHUNK[0]), AUTO_CHUNK[1])
-        return self.options.chunk or chunk, offload, save
+    def settle(self, tokens: int, labelled: int | None = None, compact: bool = True) -> Plan:
+        """How a run goes: from sizes and the total memory of card and host, never from what is free."""
+        fixed = {k: v for k, v in asdict(self.options).items() if v is not None and k != "fuse"}
+        return automatic(Loaded.of(self.causal, processes_here()), tokens, labelled or tokens, compact, fixed)
 
     @contextlib.contextmanager
-    def _resumed(self, run: Run) -> Iterator[None]:
+    def _resumed(self, run: Run, plan: Plan) -> Iterator[None]:
         kept = self.run, self.config._attn_implementation
         self.run, self.config._attn_implementation = run, ATTENTION
         try:
-            yield
+            with explained(lambda: plan):
+                yield
         finally:
             self.run, self.config._attn_implementation = kept
 

@@ -84,7 +84,7 @@ def _host(work: Work, policy: Policy) -> dict[str, int]:
     found = {"optimizer states": work.states if OPTIMIZERS[work.optimizer].host else 0}
     if policy.on_host:
         inputs = kept_inputs(layers, policy.keep_every)
-        if policy.rows_on_host and work.ranks:
+        if policy.rows_on_host and work.embeds_by_chunk:
             inputs -= 1  # the embedding's rows are computed where they are needed
         lse = work.tokens * work.shape.heads * FLOAT
         attended = [_attention_bytes(work) - lse, lse] if policy.save_attention else []
@@ -173,7 +173,7 @@ def _moments(work: Work, policy: Policy) -> dict[str, dict[str, int]]:
         kept = (
             {"layer inputs": kept_inputs(inputs, policy.keep_every) * row, "saved attention": saves} if on_gpu else {}
         )
-        rows = 0 if policy.rows_on_host and work.ranks else rows
+        rows = 0 if policy.rows_on_host and work.embeds_by_chunk else rows
         return (
             kept | {"hidden and gradient rows": rows * row, "chunk workspace": rest.pop("workspace", 0)} | always | rest
         )

@@ -16,8 +16,6 @@ from .offload import POLICIES
 LARGEST, SMALLEST = 8192, 1024  # tokens of an automatic chunk
 SLOW_BELOW = 2048  # tokens; smaller chunks cost time at every context, and come after every other saving
 KEEP_EVERY = (1, 2, 3, 4, 6, 8, 12)
-# Families whose hidden row, keys and values can be streamed from the host.
-STREAMED = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "gpt_oss", "qwen3_moe")
 PLACES = {
     "none": "kept on GPU",
     "host": "inputs on host",
@@ -78,18 +76,17 @@ def first_chunk(tokens: int) -> int:
     return min(max(tokens // 4 // 1024 * 1024, SLOW_BELOW), LARGEST)
 
 
-def tiers(tokens: int, kind: str, fixed: Mapping[str, Any], *, offload: bool = True) -> Iterator[tuple[Policy, ...]]:
+def tiers(tokens: int, fixed: Mapping[str, Any], *, offload: bool = True) -> Iterator[tuple[Policy, ...]]:
     """Policies in the order in which they are tried; those of one tier are equally good, and the fastest that fits is taken.
 
     Args:
         tokens: packed tokens of the step.
-        kind: Transformers' model_type.
         fixed: what the caller has laid down, by the names of `Policy`'s fields.
         offload: False where host memory is the device's own.
     """
     saves = (fixed["save_attention"],) if "save_attention" in fixed else (True, False)
     for keep in (fixed["keep_every"],) if "keep_every" in fixed else KEEP_EVERY if offload else (1,):
-        for place, chunk in _placed(tokens, kind, fixed, offload):
+        for place, chunk in _placed(tokens, fixed, offload):
             if keep > 1 and place == "none" and "keep_every" not in fixed:
                 continue
             # Of a layer that is computed again, attention would be saved for nothing.
@@ -97,14 +94,9 @@ def tiers(tokens: int, kind: str, fixed: Mapping[str, Any], *, offload: bool = T
             yield tuple(Policy(chunk, place, save, keep) for save in kept)
 
 
-def _placed(tokens: int, kind: str, fixed: Mapping[str, Any], offload: bool) -> list[tuple[str, int]]:
+def _placed(tokens: int, fixed: Mapping[str, Any], offload: bool) -> list[tuple[str, int]]:
     """(place, chunk) by preference."""
-    if "offload" in fixed:
-        places: tuple[str, ...] = (fixed["offload"],)
-    elif not offload:
-        places = ("none",)
-    else:
-        places = POLICIES if kind in STREAMED else tuple(p for p in POLICIES if p in ("none", "host"))
+    places = (fixed["offload"],) if "offload" in fixed else POLICIES if offload else ("none",)
     if "chunk" in fixed:
         return [(place, fixed["chunk"]) for place in places]
     first = first_chunk(tokens)

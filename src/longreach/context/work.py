@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from .shape import ModelShape
+from .support import PLAIN_EMBEDDING
 from .tree import CUT_ABOVE
 
 FLOAT = 4  # adapters (PEFT's default), sums of gradients, lse
@@ -213,6 +214,11 @@ class Work:
     @property
     def itemsize(self) -> int:
         return self.format.itemsize
+
+    @property
+    def embeds_by_chunk(self) -> bool:
+        """Whether the first layer's input is computed where it is needed, when rows are on the host."""
+        return self.adapted and self.shape.kind in PLAIN_EMBEDDING
 
     @property
     def layer_trained(self) -> int:
