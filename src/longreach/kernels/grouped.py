@@ -31,17 +31,25 @@ def grouped_mm(x_RI: Tensor, w_EIO: Tensor, offsets_E: Tensor) -> Tensor:
     return y_RO
 
 
-def grouped_outer(a_RI: Tensor, b_RO: Tensor, offsets_E: Tensor) -> Tensor:
-    """[E, I, O] in a's dtype: a[rows of e]' b[rows of e], zero for an expert without rows (the weight's gradient)."""
+def grouped_outer(a_RI: Tensor, b_RO: Tensor, offsets_E: Tensor, empty_E: Tensor | None = None) -> Tensor:
+    """[E, I, O] in a's dtype: a[rows of e]' b[rows of e], zero for an expert without rows (the weight's gradient).
+
+    `empty_E`: `empty_groups(offsets_E)`, where several products share it.
+    """
     if _native(a_RI, a_RI.shape[1], b_RO.shape[1]):
         found_EIO = torch._grouped_mm(a_RI.t(), b_RO, offs=offsets_E)
         # Nothing promises that the result of an empty group is written.
-        before_E = torch.cat([offsets_E.new_zeros(1), offsets_E[:-1]])
-        return found_EIO.masked_fill_((before_E == offsets_E)[:, None, None], 0)
+        empty_E = empty_groups(offsets_E) if empty_E is None else empty_E
+        return found_EIO.masked_fill_(empty_E[:, None, None], 0)
     found_EIO = a_RI.new_zeros(len(offsets_E), a_RI.shape[1], b_RO.shape[1])
     for e, start, stop in _groups(offsets_E):
         torch.mm(a_RI[start:stop].t(), b_RO[start:stop], out=found_EIO[e])
     return found_EIO
+
+
+def empty_groups(offsets_E: Tensor) -> Tensor:
+    """Which experts have no row, bool [E]."""
+    return torch.diff(offsets_E, prepend=offsets_E.new_zeros(1)) == 0
 
 
 def add_low_rank(y_RO: Tensor, t_Rr: Tensor, b_ErO: Tensor, offsets_E: Tensor, scale: float = 1.0) -> Tensor:

@@ -31,7 +31,7 @@ from ..kernels import (
     grouped_mm,
     grouped_outer,
 )
-from ..kernels.grouped import RANK_MULTIPLE
+from ..kernels.grouped import RANK_MULTIPLE, empty_groups
 
 ROWS_AT_ONCE = 8192  # rows that are in the middle of an expert at the same time
 
@@ -93,6 +93,8 @@ def pieces(rows: slice) -> list[slice]:
 
 def local_offsets(routing: Routing, experts: slice, rows: slice) -> Tensor:
     """Where each expert's rows end within a run of slots; computed on the device."""
+    if rows == slice(0, routing.slots) and experts == slice(0, routing.experts):
+        return routing.offsets_E
     return (routing.offsets_E[experts] - rows.start).clamp_(0, rows.stop - rows.start)
 
 
@@ -171,6 +173,7 @@ def mixture_forward(
         y_RM, _ = _product(h_RF, part.down_eFM, part, lows[1])
         del h_RF
         y_SM = _join(y_SM, y_RM, part, routing)
+        del part  # its weights must go before the next ones are made
     assert y_SM is not None
     bias = {} if weights.down_bias is None else {"expert_Tk": routing.expert_Tk, "bias_EM": weights.down_bias}
     return combine_rows(y_SM, routing.place_Tk, weight_Tk, add=add, **bias)
@@ -197,6 +200,7 @@ def mixture_backward(
     for part in weights.parts(routing):
         dx_RM = _part_backward(dy_TM, x_TM, routing, weight_S, dweight_S, weights, part, lows, grads)
         dx_SM = _join(dx_SM, dx_RM, part, routing)
+        del part
     assert dx_SM is not None
     dweight_Tk = dweight_S[routing.place_Tk]
     if weights.down_bias is not None:
@@ -225,20 +229,21 @@ def _part_backward(
         dh_RF, hidden_RG, weight_R, weights.gating, *_bias(weights.gate_up_bias, routing, part)
     )
     del dh_RF, hidden_RG
+    idle_e = empty_groups(part.offsets_e) if any(lows) else None
     if lows[1] is not None and grads[1] is not None:
         weight = weight_R[:, None]
         if lows[1].trained[0]:
-            grads[1].add(0, part, grouped_outer(dt_out * weight, h_RF, part.offsets_e))
+            grads[1].add(0, part, grouped_outer(dt_out * weight, h_RF, part.offsets_e, idle_e))
         if lows[1].trained[1]:
             t_out = grouped_mm(h_RF, lows[1].a_ErI[part.experts].transpose(1, 2), part.offsets_e)
-            grads[1].add(1, part, grouped_outer(t_out * (weight * lows[1].scale), dy_RM, part.offsets_e))
+            grads[1].add(1, part, grouped_outer(t_out * (weight * lows[1].scale), dy_RM, part.offsets_e, idle_e))
     del h_RF, dy_RM
     dx_RM, dt_in = _product_backward(dhidden_RG, part.gate_up_eMG, part, lows[0])
     if lows[0] is not None and grads[0] is not None:
         if lows[0].trained[0]:
-            grads[0].add(0, part, grouped_outer(dt_in, x_RM, part.offsets_e))
+            grads[0].add(0, part, grouped_outer(dt_in, x_RM, part.offsets_e, idle_e))
         if lows[0].trained[1]:
-            grads[0].add(1, part, grouped_outer(t_in * lows[0].scale, dhidden_RG, part.offsets_e))
+            grads[0].add(1, part, grouped_outer(t_in * lows[0].scale, dhidden_RG, part.offsets_e, idle_e))
     return dx_RM
 
 
