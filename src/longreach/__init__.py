@@ -14,6 +14,7 @@ _NAMES = {
     "enable": "context.install",
     "token_logprobs": "context.logprob",
     "load": "loading",
+    "FourBitConfig": "quant.quantizer",
     "release_gradients": "context.release",
     "plan": "context.plan",
     "export": "exporting.pipeline",

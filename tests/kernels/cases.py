@@ -221,3 +221,13 @@ def large() -> dict[str, Case]:
     cases["logprob-gemma3"] = logprob(67, 262_144, 1.0, None, False)
     cases["logprob-odd-vocabulary"] = logprob(67, 151_669, 1.0, None, True)
     return cases
+
+
+def dequant(name: str, shape: tuple[int, ...]) -> Case:
+    from longreach.quant import FORMATS
+
+    def run(device: str, dtype: torch.dtype) -> list[Tensor]:
+        make = Maker(device, torch.float32)
+        return [FORMATS[name].quantize(make(*shape, scale=0.03)).dequantize(dtype)]
+
+    return run

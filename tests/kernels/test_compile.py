@@ -10,12 +10,19 @@ from triton.compiler import ASTSource, compile
 
 from longreach import kernels
 from longreach.kernels import dispatch, jit
-from longreach.kernels.jit import experts, grouped, logprob, merge, norm, rope, swiglu
+from longreach.kernels.jit import dequant, experts, grouped, logprob, merge, norm, rope, swiglu
 
 from . import cases
 
-TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int64: "i64", torch.int32: "i32"}
-OPTIONS = {"num_warps", "num_stages"}
+TYPES = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.uint8: "u8",
+}
+OPTIONS = {"num_warps", "num_stages", "enable_fp_fusion"}
 CASES = {
     "norm": cases.norm(2, 2560, False),
     "rope": cases.rope(2, 128, 128, (32, 8), True),
@@ -24,6 +31,8 @@ CASES = {
     "merge": cases.merge(3, 3, 128, False),
     "experts": cases.experts(2, 2, 4, 2880, kernels.Gating(True, 7.0, 1.702), True),
     "low-rank": cases.low_rank(70, 4, 5760, 32),
+    "dequant-nf4": cases.dequant("nf4", (4, 256)),
+    "dequant-mxfp4": cases.dequant("mxfp4", (4, 256)),
     "logprob": cases.logprob(2, 20_000, 1.0, 30.0, True),
 }
 
@@ -59,7 +68,7 @@ def test_compiles(name: str, capability: int, dtype: torch.dtype, monkeypatch: p
     def launch(kernel, grid, x, *args, **meta) -> None:
         kernels.append(built(kernel, (x, *args), meta, capability))
 
-    for module in (jit, experts, grouped, logprob, merge, norm, rope, swiglu):
+    for module in (jit, dequant, experts, grouped, logprob, merge, norm, rope, swiglu):
         monkeypatch.setattr(module, "launch", launch)
     with dispatch.use("jit"):
         CASES[name]("cpu", dtype)

@@ -6,6 +6,7 @@ import torch
 from longreach import kernels
 from longreach.kernels import dispatch
 from longreach.kernels.jit import norm
+from longreach.quant import MXFP4, NF4
 
 from . import cases
 
@@ -58,6 +59,17 @@ def test_certain_token() -> None:
         logprob, lse, entropy = kernels.row_logprob(logits, torch.tensor([8500, 3]), 0.9, None, True)
     assert torch.equal(logprob, torch.zeros(2)) and torch.equal(entropy, torch.zeros(2))
     torch.testing.assert_close(lse, torch.tensor([37.7, 41.3]) / 0.9)
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (33, 70), (5, 7), (3, 4802)], ids=str)
+@pytest.mark.parametrize("format", [NF4(), NF4(double=False), NF4(block=128), MXFP4()], ids=str)
+def test_dequantization_is_the_reference_bit_for_bit(format, shape: tuple[int, int]) -> None:
+    packed = format.quantize(torch.randn(shape, generator=torch.Generator().manual_seed(0)))
+    # bf16 only where nothing is rounded: the interpreter cuts instead.
+    for dtype in (torch.float32, torch.float16, *([torch.bfloat16] if isinstance(format, MXFP4) else [])):
+        with dispatch.use("jit"):
+            ours = packed.dequantize(dtype)
+        assert torch.equal(ours, packed.dequantize(dtype))
 
 
 @pytest.mark.parametrize("name", ["norm-80", "norm-rope-96-96", "merge-80", "logprob-8193"])
