@@ -75,6 +75,7 @@ class RolloutEngine:
         check_rollout(engine.config)
         self.device = engine.causal.get_input_embeddings().weight.device
         self.layers: list[LayerCache] | None = None
+        self.setting: tuple[Any, ...] | None = None
         self.state: RowState | None = None
         self.step: FusedStep | ModuleStep | None = None
         self.graphs: GraphLadder | None = None
@@ -115,7 +116,10 @@ class RolloutEngine:
             max(len(r.prompt) for r in requests),
             max(r.params.max_new_tokens for r in requests),
         )
-        self.layers = self.layers or probe(self.model, self.engine)
+        setting = self._setting()
+        if setting != self.setting:  # moved, cast, or under another autocast
+            self.state = self.step = self.graphs = None
+            self.device, self.layers, self.setting = setting[0], probe(self.model, self.engine), setting
         if self.state is None or not self._fits(self.state.limits, demand):
             self.state = self.step = self.graphs = None  # before the new one is made
             limits = self._limits(demand)
@@ -131,6 +135,12 @@ class RolloutEngine:
             and self.options.graphs
         ):
             self.graphs = GraphLadder(self.step, self.state)
+
+    def _setting(self) -> tuple[Any, ...]:
+        """What the kinds of the tensors depend on."""
+        weight = self.engine.causal.get_input_embeddings().weight
+        kind = weight.device.type
+        return weight.device, weight.dtype, torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
 
     def _fits(self, limits: Limits, demand: Demand) -> bool:
         """Whether memory made for another call serves this one as well as memory of its own would."""
