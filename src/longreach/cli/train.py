@@ -123,14 +123,19 @@ def _model(name: str, base: Path) -> str:
             return str(model_path())
         except FileNotFoundError as error:
             raise ConfigError(f"model='zoo': {error}") from None
-    for folder in (base / name, Path(name)):
-        if folder.is_dir():
-            if not (folder / "config.json").is_file():
-                raise ConfigError(f"model={name!r}: the folder holds no config.json, so it is no model of Transformers")
-            return str(folder)
+    for place in (base / name, Path(name)):
+        if place.is_file() and place.suffix == ".gguf":
+            return str(place)
+        if place.is_dir():
+            if not any(list(place.glob(held)) for held in ("config.json", "adapter_config.json", "*.gguf")):
+                raise ConfigError(
+                    f"model={name!r}: the folder holds no config.json, adapter_config.json or .gguf file, so it is no model"
+                )
+            return str(place)
     if Path(name).is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise ConfigError(
-            f"model={name!r}: no such folder; give a model's folder, a Hub id such as Qwen/Qwen3-4B, or zoo"
+            f"model={name!r}: no such folder; give a model's or adapter's folder, a .gguf file, a Hub id such as "
+            "Qwen/Qwen3-4B, or zoo"
         )
     return name
 
