@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from ..attention.op import wide_dtype
 from .fused import FusedLayer
 from .layer import Kept, LayerCall, alias, compute
-from .offload import DeviceRow, HostRow, Row
+from .offload import DeviceRow, HostRow, Row, arrived
 from .replay import autocast_as, autocast_state, rng_state, set_rng_state
 from .tree import Chunk
 
@@ -151,6 +151,7 @@ class Step:
         memory.begin_backward()
         for i in reversed(range(len(memory.chunks))):
             self.chunk(i)
+        arrived(self.call.device)
 
     def rebuild(self) -> None:
         """Keys and values of every chunk that a later one sees. Linear-attention states were kept by the forward."""

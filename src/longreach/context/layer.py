@@ -21,7 +21,7 @@ from ..quant.linear import shared_weights
 from .fused import FusedLayer
 from .fused_moe import fused_layer
 from .kv import ChunkContext, KeyValueMemory, StateMemory, StopForward
-from .offload import DevicePieces, DeviceRow, HostRow, Lease, Row
+from .offload import DevicePieces, DeviceRow, HostRow, Lease, Row, arrived
 from .replay import rng_state, set_rng_state
 from .stream import HostKeyValues
 from .tree import Chunk, Layout
@@ -201,6 +201,10 @@ class LayerCall:
         return cos[0, chunk.start : chunk.stop], sin[0, chunk.start : chunk.stop]
 
     @property
+    def device(self) -> torch.device:
+        return next(self.layer.parameters()).device
+
+    @property
     def trims(self) -> bool:
         """Whether only the rows that somebody reads leave this layer."""
         return self.last and self.run.compact
@@ -251,6 +255,7 @@ def compute(
             if router_TE is None:
                 router_TE = logits_CE.new_empty(run.layout.tokens, logits_CE.shape[-1])
             router_TE[chunk.start : chunk.stop] = logits_CE.reshape(-1, logits_CE.shape[-1])
+    arrived(call.device)
     return router_TE
 
 

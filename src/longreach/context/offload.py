@@ -9,6 +9,7 @@ Shape suffixes: T packed tokens, C tokens of a chunk; `...` whatever a token car
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from typing import Any, Protocol
 
 import torch
@@ -115,14 +116,15 @@ class HostRow:
         if not x.is_cuda:
             self.host_T[start:stop] = x
             return
+        now, stream = torch.cuda.current_stream(x.device), copy_streams(x.device)[0]
         for a, b in [key for key in self.coming if key[0] < stop and start < key[1]]:
-            torch.cuda.current_stream(x.device).wait_event(self.coming.pop((a, b))[1])  # brought back too early
-        stream = copy_streams(x.device)[0]
-        stream.wait_stream(torch.cuda.current_stream(x.device))
+            now.wait_event(self.coming.pop((a, b))[1])  # brought back too early
+        stream.wait_stream(now)
         with torch.cuda.stream(stream):
             self.host_T[start:stop].copy_(x, non_blocking=True)
-            x.record_stream(stream)
             self.saved = stream.record_event()
+        _leaving.setdefault(x.device, deque()).append((x, self.saved))
+        arrived(x.device, *LEAVING)
 
     def wait_saved(self) -> None:
         if self.saved is not None:
@@ -148,6 +150,19 @@ class HostRow:
         x, event = self.coming.pop((start, stop))
         torch.cuda.current_stream(self.device).wait_event(event)
         return x
+
+
+# Tensors on their way to the host, and when they are there. Bounded, so that how far the CPU runs ahead of the GPU does not
+# decide how much memory waits (as it would if the allocator watched the copies).
+_leaving: dict[torch.device, deque[tuple[Tensor, torch.cuda.Event]]] = {}
+LEAVING = (2, 256 * 2**20)  # tensors, or bytes if that is more
+
+
+def arrived(device: torch.device, tensors: int = 0, size: int = 0) -> None:
+    """Let the current stream wait for the oldest copies to the host until only so many are under way; their memory is free then."""
+    leaving = _leaving.get(device)
+    while leaving and len(leaving) > tensors and sum(x.nbytes for x, _ in leaving) > size:
+        torch.cuda.current_stream(device).wait_event(leaving.popleft()[1])
 
 
 _streams: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}
