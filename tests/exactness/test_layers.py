@@ -155,9 +155,9 @@ def test_saved_attention_is_not_computed_again(monkeypatch):
         seen = []
         forward = fused.attention_forward
 
-        def counted(q, k, v, spec, forward=forward, seen=seen):
+        def counted(q, k, v, spec, *rest, forward=forward, seen=seen):
             seen.append(spec.saved is None)
-            return forward(q, k, v, spec)
+            return forward(q, k, v, spec, *rest)
 
         with monkeypatch.context() as patch:
             patch.setattr(fused, "attention_forward", counted)
