@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..context.fused import GATE_UP, QKV, FusedLayer
+from ..context.fused_moe import FusedMoeLayer, fused_layer
 from ..context.install import Engine
 from ..context.logprob import final_scale
 from ..kernels.decode_attention import decode_attention
@@ -23,9 +24,26 @@ from ..kernels.norm import rms_norm
 from .cache import Kind
 from .joined import JoinedLinears
 from .module_step import decode_plans
+from .moe_step import ExpertStep
 from .state import RowState
 
 DTYPES = (torch.bfloat16, torch.float32)
+
+
+class _Norm:
+    """A norm as the ops take it: its own weight, or where that multiplies in fp32 (gpt-oss), a copy of its distance from one."""
+
+    def __init__(self, module: Any, unit_offset: bool, wide: bool) -> None:
+        self.module, self.unit_offset, self.wide = module, unit_offset or wide, wide
+        self.eps = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
+        self.weight: Tensor = module.weight.detach().float() - 1 if wide else module.weight.detach()
+
+    def current(self) -> bool:
+        return self.wide or self.weight.data_ptr() == self.module.weight.data_ptr()
+
+    def refresh(self) -> None:
+        if self.wide:
+            self.weight.copy_(self.module.weight.detach().float() - 1)
 
 
 class _Layer:
@@ -36,10 +54,30 @@ class _Layer:
         attention, mlp = layer.self_attn, layer.mlp
         self.qkv = JoinedLinears([getattr(attention, n) for n in QKV], dtype)
         self.out = JoinedLinears([attention.o_proj], dtype)
-        self.gate_up = JoinedLinears([getattr(mlp, n) for n in GATE_UP], dtype)
-        self.down = JoinedLinears([mlp.down_proj], dtype)
-        self.groups = (self.qkv, self.out, self.gate_up, self.down)
+        self.groups = [self.qkv, self.out]
+        self.experts: ExpertStep | None = None
+        if isinstance(form, FusedMoeLayer):
+            self.experts = ExpertStep(form)
+        else:
+            self.gate_up = JoinedLinears([getattr(mlp, n) for n in GATE_UP], dtype)
+            self.down = JoinedLinears([mlp.down_proj], dtype)
+            self.groups += [self.gate_up, self.down]
         self.heads, self.kv_heads = self.qkv.rows[0] // form.head_dim, self.qkv.rows[1] // form.head_dim
+        wide = isinstance(form, FusedMoeLayer) and form.moe.wide_norm
+        self.norm_in, self.norm_mlp = (_Norm(m, form.family.unit_offset, wide) for m in (form.norm_in, form.norm_mlp))
+        self.norms = [self.norm_in, self.norm_mlp]
+
+    @staticmethod
+    def fits(layer: Any, form: FusedLayer, dtype: torch.dtype) -> bool:
+        """Whether a step can run this layer by hand."""
+        attention, mlp = layer.self_attn, layer.mlp
+        groups = [[getattr(attention, n) for n in QKV], [attention.o_proj]]
+        if isinstance(form, FusedMoeLayer):
+            if not ExpertStep.fits(form):
+                return False
+        else:
+            groups += [[getattr(mlp, n) for n in GATE_UP], [mlp.down_proj]]
+        return all(JoinedLinears.joins(group, dtype) for group in groups)
 
 
 class FusedStep:
@@ -49,7 +87,8 @@ class FusedStep:
         self.engine, self.state, self.dtype = engine, state, dtype
         self.layers = [_Layer(layer, form, dtype) for layer, form in zip(engine.layers, forms)]
         decoder: Any = engine.decoder
-        self.rotary, self.norm = decoder.rotary_emb, decoder.norm
+        self.rotary = decoder.rotary_emb
+        self.norm = _Norm(decoder.norm, forms[-1].family.unit_offset, self.layers[-1].norm_in.wide)
         self.rotary_by_type = "layer_type" in inspect.signature(type(self.rotary).forward).parameters
         types = getattr(engine.config, "layer_types", None)
         self.types = list(types[: len(self.layers)]) if types and self.rotary_by_type else [""] * len(self.layers)
@@ -64,29 +103,21 @@ class FusedStep:
         dtype, device = weight.dtype, weight.device.type
         if dtype not in DTYPES or (torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != dtype):
             return None
-        forms = [FusedLayer.of(layer, dtype) for layer in engine.layers]
-        if any(form is None for form in forms):
-            return None
-        for layer in engine.layers:
-            attention, mlp = layer.self_attn, layer.mlp  # as `FusedLayer.of` has seen
-            groups = (
-                [getattr(attention, n) for n in QKV],
-                [attention.o_proj],
-                [getattr(mlp, n) for n in GATE_UP],
-                [mlp.down_proj],
-            )
-            if not all(JoinedLinears.joins(group, dtype) for group in groups):
-                return None
-        return cls(engine, state, forms, dtype)  # type: ignore[arg-type]
+        forms = [fused_layer(layer, dtype, keep=False) for layer in engine.layers]
+        fit = all(f is not None and _Layer.fits(layer, f, dtype) for layer, f in zip(engine.layers, forms))
+        return cls(engine, state, forms, dtype) if fit else None  # type: ignore[arg-type]
+
+    def _held(self) -> list[JoinedLinears | _Norm]:
+        return [self.norm, *(held for layer in self.layers for held in (*layer.groups, *layer.norms))]
 
     def current(self) -> bool:
-        return all(group.current() for layer in self.layers for group in layer.groups)
+        """Whether the model's tensors still are those that this step was made from."""
+        return all(held.current() for held in self._held())
 
     def refresh(self) -> None:
-        """Adapters as they are now."""
-        for layer in self.layers:
-            for group in layer.groups:
-                group.refresh()
+        """Adapters, biases and norms as they are now."""
+        for held in self._held():
+            held.refresh()
 
     def prepare(self, rows: int) -> None:
         """Make what a step over `rows` rows keeps between steps (not to be done inside a capture)."""
@@ -103,10 +134,10 @@ class FusedStep:
             plan.update()
         h_BM = self.engine.causal.get_input_embeddings()(state.token_S[:rows])
         tables = self._rotary(h_BM, state.position_S[:rows])
-        first = self.layers[0].form
-        x_BM, _ = rms_norm(h_BM, first.norm_in.weight, _eps(first.norm_in), unit_offset=first.family.unit_offset)
+        first = self.layers[0].norm_in
+        x_BM, _ = rms_norm(h_BM, first.weight, first.eps, unit_offset=first.unit_offset)
         for i, layer in enumerate(self.layers):
-            after = self.layers[i + 1].form.norm_in if i + 1 < len(self.layers) else self.norm
+            after = self.layers[i + 1].norm_in if i + 1 < len(self.layers) else self.norm
             x_BM = self._layer(i, layer, h_BM, x_BM, after, tables[self.types[i]], rows)
         logits_BV = self.engine.causal.get_output_embeddings()(x_BM)
         if self.softcap is not None:
@@ -119,7 +150,10 @@ class FusedStep:
         out = {}
         for kind in dict.fromkeys(self.types):
             cos, sin = self.rotary(h_BM, positions, kind) if self.rotary_by_type else self.rotary(h_BM, positions)
-            out[kind] = (cos[0], sin[0])
+            cos, sin = cos[0], sin[0]
+            if cos.shape[-1] * 2 == self.layers[0].form.head_dim:  # gpt-oss has each angle once
+                cos, sin = torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
+            out[kind] = (cos, sin)
         return out
 
     def _layer(
@@ -128,7 +162,7 @@ class FusedStep:
         layer: _Layer,
         h_BM: Tensor,
         x_BM: Tensor,
-        after: Any,
+        after: _Norm,
         cos_sin: tuple[Tensor, Tensor],
         rows: int,
     ) -> Tensor:
@@ -142,17 +176,21 @@ class FusedStep:
             k_pages=k_pages, v_pages=v_pages, own_pages_BN=state.own_pages[layer.window][:rows],
             own_length_B=state.own_length_S[:rows],
         )  # fmt: skip
-        a_BHD = decode_attention(q_BHD, k_pages, v_pages, plan, scale=form.scale)
-        x_BM = self._join(h_BM, layer.out, a_BHD.flatten(1), form.norm_mlp, form, 0)
+        a_BHD = decode_attention(q_BHD, k_pages, v_pages, plan, scale=form.scale, sinks_H=form.sinks)
+        x_BM = self._join(h_BM, layer.out, layer.out(a_BHD.flatten(1)), layer.norm_mlp, form, 0)
+        if layer.experts is not None:
+            return self._join(h_BM, None, layer.experts(x_BM), after, form, 1)
         z_BF = decode_swiglu(layer.gate_up(x_BM), lora_b_Or=layer.gate_up.lora_b_Or, activation=form.family.activation)
-        return self._join(h_BM, layer.down, z_BF, after, form, 1)
+        return self._join(h_BM, layer.down, layer.down(z_BF), after, form, 1)
 
-    def _join(self, h_BM: Tensor, group: JoinedLinears, x: Tensor, norm: Any, form: FusedLayer, which: int) -> Tensor:
-        """h += the group's output [normed]; returns norm(h)."""
+    def _join(
+        self, h_BM: Tensor, group: JoinedLinears | None, y_BN: Tensor, norm: _Norm, form: FusedLayer, which: int
+    ) -> Tensor:
+        """h += a product's output [normed], its bias and adapter added; returns norm(h)."""
         return decode_add_norm(
-            h_BM, group(x), norm.weight, _eps(norm), lora_b_Or=group.lora_b_Or, bias_M=group.bias_O,
-            post_weight_M=None if form.norm_after is None else form.norm_after[which].weight,
-            unit_offset=form.family.unit_offset,
+            h_BM, y_BN, norm.weight, norm.eps, lora_b_Or=None if group is None else group.lora_b_Or,
+            bias_M=None if group is None else group.bias_O,
+            post_weight_M=None if form.norm_after is None else form.norm_after[which].weight, unit_offset=norm.unit_offset,
         )  # fmt: skip
 
 
