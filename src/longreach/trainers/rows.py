@@ -63,24 +63,27 @@ def padded_rows(values: Sequence[Tensor], rows: Sequence[int], batch: int, width
 
 
 class ZeroGradient(torch.autograd.Function):
-    """A constant whose gradient with respect to every parameter is zero (and not missing).
+    """A value whose gradient with respect to a parameter is zero (and not missing).
 
     A batch without any gradient must still leave zeros in `.grad`: the optimizer's momentum and weight decay act on a
     parameter with a zero gradient, and pass over one without a gradient.
     """
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.save_for_backward(*parameters)
+    def forward(ctx: Any, value: Tensor, parameter: Tensor) -> Tensor:
+        ctx.save_for_backward(parameter)
         return value.clone()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, *(torch.zeros_like(p) for p in ctx.saved_tensors))
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        return grads[0], torch.zeros_like(ctx.saved_tensors[0])
 
 
 def without_gradient(value: Tensor, parameters: Sequence[Tensor]) -> Tensor:
     """`value`, as something to backpropagate from that gives every parameter a gradient of zeros."""
     if not torch.is_grad_enabled():
         return value
-    return ZeroGradient.apply(value, *[p for p in parameters if p.requires_grad])
+    for p in parameters:  # one after the other: where gradients are released, no two zeros need be there at a time
+        if p.requires_grad:
+            value = ZeroGradient.apply(value, p)
+    return value
