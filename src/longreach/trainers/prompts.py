@@ -7,10 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from datasets import Dataset, IterableDataset
+from trl.chat_template_utils import add_response_schema
 from trl.data_utils import is_conversational
 
 logger = logging.getLogger(__name__)
 
+HARMONY = ("<|channel|>", "<|message|>", "<|return|>")
 BATCH = 64  # prompts tokenized at a time
 
 Tokenize = Callable[[list[Any]], list[list[int]]]
@@ -58,6 +60,27 @@ def tokenizer_of(processing_class: Any, tools: Any, chat_template_kwargs: Any) -
         )["input_ids"]
 
     return tokenize
+
+
+def separate_channels(processing_class: Any) -> None:
+    """Have TRL read the channels of a harmony completion (gpt-oss): rewards then get a message with `thinking`, the analysis,
+    and `content`, the final answer. Without this TRL would strip the channel marks and run both into one text.
+
+    Only for conversations; completions of plain prompts stay one text. Nothing happens for a tokenizer of another format, or
+    one that says itself how its responses are read.
+    """
+    tokenizer = getattr(processing_class, "tokenizer", processing_class)
+    said = getattr(tokenizer, "response_template", None) or getattr(tokenizer, "response_schema", None)
+    if said or not all(tokenizer.convert_tokens_to_ids(mark) != tokenizer.unk_token_id for mark in HARMONY):
+        return
+    try:
+        add_response_schema(processing_class)
+    except ValueError:
+        logger.warning(
+            "the tokenizer has harmony's marks (%s) but a chat template that TRL does not know: rewards get analysis and final "
+            "answer as one text; set tokenizer.response_template to separate them",
+            ", ".join(HARMONY),
+        )
 
 
 def overlong_message(length: int, limit: int, max_length: int, where: str) -> str:
