@@ -25,6 +25,7 @@ from torch import Tensor
 
 from longreach.kernels import rms_norm
 from longreach.kernels.decode_attention import DecodePlan, decode_attention
+from longreach.kernels.decode_experts import decode_experts
 from longreach.kernels.decode_ops import decode_add_norm, decode_qkv, decode_sample, decode_swiglu
 from longreach.kernels.fourbit_matmul import FourBitRows, fourbit_matmul
 
@@ -174,6 +175,25 @@ def sample_op(rows: int) -> Op:
     return lambda: decode_sample(logits, temperature, seed, seed), logits.nbytes
 
 
+def experts_op(rows: int, experts: int = 32, choices: int = 4, hidden: int = 2880) -> Op:
+    """gpt-oss-20b's experts; tokens choose at random."""
+    up, down = mxfp4(experts * 2 * hidden, hidden), mxfp4(experts * hidden, hidden)
+    chosen = torch.stack([torch.randperm(experts, device=device)[:choices] for _ in range(rows)])
+    x, weight = half(rows, hidden), torch.rand(rows, choices, device=device)
+    bias, bias_down = half(experts, 2 * hidden), half(experts, hidden)
+
+    def shaped(part: FourBitRows) -> tuple[Tensor, Tensor]:
+        return part.codes.view(experts, -1, hidden // 32, 16), part.scales.view(experts, -1, hidden // 32)
+
+    (up_codes, up_scales), (down_codes, down_scales) = shaped(up), shaped(down)
+    used = len(chosen.unique()) / experts
+    size = int(used * (up.codes.nbytes + up.scales.nbytes + down.codes.nbytes + down.scales.nbytes))
+    return lambda: decode_experts(
+        x, chosen, weight, gate_up_codes=up_codes, gate_up_scales=up_scales, down_codes=down_codes, down_scales=down_scales,
+        gate_up_bias=bias, down_bias=bias_down,
+    ), size  # fmt: skip
+
+
 def plain_norm_op(rows: int) -> Op:
     x, w = half(rows, HIDDEN), half(HIDDEN)
     return lambda: rms_norm(x, w, 1e-6), 2 * x.nbytes
@@ -190,6 +210,7 @@ OPS: dict[str, Callable[[], Op]] = {
     "attention, 8 groups of 8 on 2K, own 512": lambda: attention_op(64, 512, 2048, 8),
     "attention, gpt-oss heads, 32 x 2K": lambda: attention_op(32, 2048, heads=OSS),
     "attention, gpt-oss heads, window 128, 32 x 2K": lambda: attention_op(32, 2048, heads=OSS, window=128),
+    **{f"experts gpt-oss, {b} rows": (lambda b=b: experts_op(b)) for b in (1, 2, 4, 8, 32, 64, 128)},
     "plan, 128 rows": lambda: plan_op(128),
     **{f"fourbit nf4 {g}, {b} rows": (lambda g=g, b=b: fourbit_op(b, g)) for b in (1, 2, 4, 8, 16, 32, 64) for g in GROUPS},
     **{f"fourbit mxfp4 {g}, {b} rows": (lambda g=g, b=b: fourbit_op(b, g, mxfp4)) for b in (1, 32) for g in GROUPS},

@@ -9,11 +9,7 @@ from tests.kernels import decode_cases
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-SMALL = {
-    **decode_cases.small_attention(),
-    **decode_cases.small_fourbit(),
-    **decode_cases.small_ops(),
-}
+SMALL = decode_cases.small()
 CASES = {**SMALL, **decode_cases.large()}
 HALF_AND_SINGLE = [(name, dtype) for name in list(SMALL)[::3] for dtype in (torch.float16, torch.float32)]
 

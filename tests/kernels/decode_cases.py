@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from longreach.kernels.decode_attention import DecodePlan, decode_attention
+from longreach.kernels.decode_experts import decode_experts
 from longreach.kernels.decode_ops import decode_add_norm, decode_qkv, decode_sample, decode_swiglu
 from longreach.kernels.fourbit_matmul import FourBitRows, fourbit_matmul
 
@@ -273,9 +274,48 @@ def large() -> dict[str, Case]:
         "fourbit-qwen-down-16": fourbit(16, (2560,), 9728, "nf4", ranks=32),
         "fourbit-qwen-gate-up-64": fourbit(64, (9728, 9728), 2560, "nf4", ranks=64),
         "fourbit-mxfp4-1": fourbit(1, (2880,), 2880, "mxfp4"),
+        "experts-oss-1": experts(1, 4, 32, 2880, 2880),
+        "experts-oss-33": experts(33, 4, 32, 2880, 2880),
         "fourbit-mxfp4-33": fourbit(33, (2880,), 2880, "mxfp4"),
         "qkv-qwen": qkv(33, (32, 8), 128, 128, rank=32),
         "step-swiglu-qwen": step_swiglu(33, 9728, 32),
         "step-norm-qwen": step_norm(33, 2560, 32),
         "sample-qwen": sample(33, 151_936),
     }
+
+
+def experts(B: int, k: int, E: int, M: int, F: int, *, bias: bool = True, one: int | None = None) -> Case:
+    """`one`: every token chooses this expert first."""
+
+    def run(device: str, dtype: torch.dtype) -> list[Tensor]:
+        make = Maker(device, dtype)
+        generator = torch.Generator().manual_seed(3)
+        chosen = torch.stack([torch.randperm(E, generator=generator)[:k] for _ in range(B)])
+        if one is not None:
+            chosen[:, 0] = one
+        weights = [
+            fourbit_rows("mxfp4", n, c, 32, False, seed, device)
+            for seed, (n, c) in enumerate([(E * 2 * F, M), (E * M, F)])
+        ]
+        up, down = ((w.codes.view(E, -1, w.columns // 32, 16), w.scales.view(E, -1, w.columns // 32)) for w in weights)
+        out = decode_experts(
+            make(B, M), chosen.to(device), make(B, k), gate_up_codes=up[0], gate_up_scales=up[1], down_codes=down[0],
+            down_scales=down[1], gate_up_bias=make(E, 2 * F) if bias else None, down_bias=make(E, M) if bias else None,
+        )  # fmt: skip
+        return [out]
+
+    return run
+
+
+def small_experts() -> dict[str, Case]:
+    return {
+        "experts-one-token": experts(1, 2, 5, 64, 96),
+        "experts-two-tokens": experts(2, 4, 8, 96, 32, bias=False),
+        "experts-crowded": experts(21, 2, 6, 64, 96, one=3),
+        "experts-sparse": experts(3, 3, 40, 160, 64, bias=False),
+    }
+
+
+def small() -> dict[str, Case]:
+    """Cases small enough for Triton's interpreter."""
+    return {**small_attention(), **small_fourbit(), **small_ops(), **small_experts()}

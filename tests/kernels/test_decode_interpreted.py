@@ -7,7 +7,7 @@ from longreach.kernels import dispatch
 
 from . import decode_cases
 
-CASES = {**decode_cases.small_attention(), **decode_cases.small_fourbit(), **decode_cases.small_ops()}
+CASES = decode_cases.small()
 EPSILON = {torch.float32: 4e-6, torch.float16: 2**-10}  # the interpreter has no products of bf16
 
 

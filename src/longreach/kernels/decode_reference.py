@@ -189,3 +189,35 @@ def decode_sample(logits_BV: Tensor, temperature_B: Tensor, seed_B: Tensor, coun
     noisy_BV = z_BV + gumbel(seed_B, count_B, logits_BV.shape[1])
     id_B = torch.where(greedy_B1, z_BV, noisy_BV).argmax(-1)
     return id_B, torch.log_softmax(z_BV, -1).gather(1, id_B[:, None])[:, 0]
+
+
+# --- experts ------------------------------------------------------------------------------------------------------
+
+ExpertWeight = tuple[Tensor, Tensor, Tensor | None]  # codes, scales, bias
+
+
+def decode_experts(
+    x_BM: Tensor,
+    expert_Bk: Tensor,
+    weight_Bk: Tensor,
+    gate_up: ExpertWeight,
+    down: ExpertWeight,
+    alpha: float,
+    limit: float,
+) -> Tensor:
+    sum_BM = torch.zeros_like(wide(x_BM))
+    for e in expert_Bk.unique().tolist():
+        row, choice = (expert_Bk == e).nonzero(as_tuple=True)
+        both = _expert_product(x_BM[row], e, gate_up)
+        gate, up = wide(both[:, ::2]).clamp(max=limit), wide(both[:, 1::2]).clamp(-limit, limit)
+        h = ((up + 1) * gate * torch.sigmoid(alpha * gate)).to(x_BM.dtype)
+        y = wide(_expert_product(h, e, down)) * wide(weight_Bk)[row, choice, None]
+        sum_BM.index_add_(0, row, y)
+    return sum_BM.to(x_BM.dtype)
+
+
+def _expert_product(x: Tensor, e: int, weight: ExpertWeight) -> Tensor:
+    codes, scales, bias = weight
+    out = torch.empty(codes.shape[1], x.shape[1], dtype=x.dtype, device=x.device)
+    y = x @ reference.dequantize_mxfp4(codes[e], scales[e], out).t()
+    return y if bias is None else y + bias[e].to(y.dtype)

@@ -1,0 +1,78 @@
+"""The experts of a layer for few tokens, from weights in MXFP4: each chosen expert's codes are read once.
+
+Shape suffixes: B tokens, k choices of a token, E experts, F MLP width, M hidden size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import decode_reference
+from .dequant import MX_BLOCK
+from .dispatch import check_rows, check_shape, implementation
+
+FEW_TOKENS = 128
+
+
+def decode_experts(
+    x_BM: Tensor,
+    expert_Bk: Tensor,
+    weight_Bk: Tensor,
+    *,
+    gate_up_codes: Tensor,
+    gate_up_scales: Tensor,
+    down_codes: Tensor,
+    down_scales: Tensor,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    alpha: float = 1.702,
+    limit: float = 7.0,
+) -> Tensor:
+    """Sum over a token's choices of weight * expert(x), as gpt-oss's experts (its model card, arXiv 2508.10925).
+
+    expert(x) = W_down ((clamp(up, -limit, limit) + 1) * g * sigmoid(alpha * g)) + b_down, g = min(gate, limit), where gate and up
+    are the even and the odd features of W_gate_up x + b_gate_up. Products and the sum over choices are in fp32, in a fixed order.
+
+    Args:
+        x_BM: [B, M], B at most FEW_TOKENS on a CUDA device; any stride along B.
+        expert_Bk, weight_Bk: integers in [0, E) and any float dtype.
+        gate_up_codes, gate_up_scales: uint8 [E, 2F, M / 32, 16] and [E, 2F, M / 32], as gpt-oss stores them.
+        down_codes, down_scales: uint8 [E, M, F / 32, 16] and [E, M, F / 32].
+        gate_up_bias, down_bias: [E, 2F] and [E, M], any float dtype.
+
+    Returns:
+        [B, M] in x's dtype.
+    """
+    op = "decode_experts"
+    if x_BM.dim() != 2 or expert_Bk.dim() != 2 or gate_up_codes.dim() != 4:
+        raise ValueError(
+            f"{op}: x has shape {tuple(x_BM.shape)}, expert {tuple(expert_Bk.shape)}, gate_up_codes "
+            f"{tuple(gate_up_codes.shape)}; expected [tokens, hidden], [tokens, choices], [experts, features, groups, 16]"
+        )
+    B, M = x_BM.shape
+    E, features = gate_up_codes.shape[:2]
+    width = features // 2
+    if M % MX_BLOCK or width % MX_BLOCK or features % 2:
+        raise ValueError(f"{op}: hidden size {M} and MLP width {features}/2 must be multiples of {MX_BLOCK}")
+    check_shape(op, "expert", expert_Bk, (B, expert_Bk.shape[1]), "x")
+    check_shape(op, "weight", weight_Bk, tuple(expert_Bk.shape), "expert")
+    for name, x, shape in (
+        ("gate_up_codes", gate_up_codes, (E, features, M // MX_BLOCK, MX_BLOCK // 2)),
+        ("gate_up_scales", gate_up_scales, (E, features, M // MX_BLOCK)),
+        ("down_codes", down_codes, (E, M, width // MX_BLOCK, MX_BLOCK // 2)),
+        ("down_scales", down_scales, (E, M, width // MX_BLOCK)),
+    ):
+        check_shape(op, name, x, shape, "x and gate_up_codes")
+        if x.dtype != torch.uint8 or not x.is_contiguous():
+            raise ValueError(f"{op}: {name} is {x.dtype} with strides {x.stride()}; expected contiguous torch.uint8")
+    for name, bias, columns in (("gate_up_bias", gate_up_bias, features), ("down_bias", down_bias, M)):
+        if bias is not None:
+            check_shape(op, name, bias, (E, columns), "the codes")
+    if x_BM.is_cuda and B > FEW_TOKENS:
+        raise ValueError(f"{op}: x has {B} rows; expected at most {FEW_TOKENS}: beyond that use the experts' module")
+    check_rows(op, x=x_BM, expert=expert_Bk, weight=weight_Bk, gate_up_bias=gate_up_bias, down_bias=down_bias)
+    return implementation(x_BM, "decode_experts", decode_reference).decode_experts(
+        x_BM, expert_Bk, weight_Bk, (gate_up_codes, gate_up_scales, gate_up_bias), (down_codes, down_scales, down_bias),
+        alpha, limit,
+    )  # fmt: skip

@@ -1,0 +1,267 @@
+"""Experts for few tokens in Triton.
+
+For a handful of tokens every choice is a product of one row with its expert's weights. For more, choices are put in order of
+their experts, sixteen to a tile, by one small kernel; tiles of decoded weights go through the matrix units.
+
+Sizes of a model are not compile-time constants. Shape suffixes: A choices (token * k + number), E experts, O output features,
+T choices of a tile, G blocks of weights that share a scale, J words of eight codes of a block, M hidden size.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..decode_reference import ExpertWeight
+from . import launch, padded, parts
+from .fourbit_codes import MXFP4, block_scale, code_table, code_tile, decoded, dot8, in_registers
+
+VECTOR_TOKENS = 2
+TILE = 16
+J = 4  # words of a block of 32
+CHUNK = 32  # choices compared at a time with all others
+_J, _CHUNK = tl.constexpr(J), tl.constexpr(CHUNK)
+
+
+@triton.jit
+def _gated(y_OT, alpha, limit, BLOCK_O: tl.constexpr, BLOCK_T: tl.constexpr):
+    """(clamp(up) + 1) * g * sigmoid(alpha * g) of neighbouring features gate and up: [O / 2, T]."""
+    pairs = tl.permute(tl.reshape(y_OT, [BLOCK_O // 2, 2, BLOCK_T]), [0, 2, 1])
+    gate, up = tl.split(pairs)
+    gate = tl.minimum(gate, limit)
+    up = tl.minimum(tl.maximum(up, -limit), limit)
+    return (up + 1.0) * gate * tl.sigmoid(alpha * gate)
+
+
+# --- a handful of tokens ------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _row_times(
+    x_ptr, codes_ptr, scales_ptr, table_ptr, o_O, rows, width, BLOCK_O: tl.constexpr, BLOCK_G: tl.constexpr,
+    REGISTERS: tl.constexpr,
+):  # fmt: skip
+    """One row times one expert's features o: [O], fp32."""
+    words_ptr = codes_ptr.to(tl.pointer_type(tl.int32))
+    groups = width // (_J * 8)
+    j_J = tl.arange(0, _J)
+    acc = tl.zeros([BLOCK_O, BLOCK_G, _J], tl.float32)
+    for g in range(0, groups, BLOCK_G):
+        g_G = g + tl.arange(0, BLOCK_G)
+        mask_OG = (o_O < rows)[:, None] & (g_G < groups)[None, :]
+        at_OG = o_O[:, None] * groups + g_G[None, :]
+        word = tl.load(words_ptr + at_OG[:, :, None] * _J + j_J[None, None, :], mask=mask_OG[:, :, None], other=0)
+        scale = block_scale(scales_ptr, scales_ptr, scales_ptr, scales_ptr, at_OG, mask_OG, MXFP4)[:, :, None]
+        mask_GJ = (g_G < groups)[:, None] & (j_J < _J)[None, :]
+        v0, v1, v2, v3, v4, v5, v6, v7 = decoded(word, table_ptr, MXFP4, REGISTERS)
+        acc += dot8(v0, v1, v2, v3, v4, v5, v6, v7, x_ptr, g_G[:, None] * _J + j_J[None, :], mask_GJ) * scale
+    return tl.sum(tl.sum(acc, 2), 1)
+
+
+@triton.jit
+def _gate_up_row_kernel(
+    x_ptr, expert_ptr, codes_ptr, scales_ptr, bias_ptr, table_ptr, h_ptr, k, rows, width, x_row, bias_row, alpha, limit,
+    BLOCK_O: tl.constexpr, BLOCK_G: tl.constexpr, BIAS: tl.constexpr, REGISTERS: tl.constexpr,
+):  # fmt: skip
+    choice = tl.program_id(1)
+    expert = tl.load(expert_ptr + choice).to(tl.int64)
+    o_O = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
+    y_O = _row_times(
+        x_ptr + (choice // k) * x_row, codes_ptr + expert * rows * (width // 2), scales_ptr + expert * rows * (width // 32),
+        table_ptr, o_O, rows, width, BLOCK_O, BLOCK_G, REGISTERS,
+    )  # fmt: skip
+    if BIAS:
+        y_O += tl.load(bias_ptr + expert * bias_row + o_O, mask=o_O < rows, other=0.0).to(tl.float32)
+    h_P = tl.reshape(_gated(tl.reshape(y_O, [BLOCK_O, 1]), alpha, limit, BLOCK_O, 1), [BLOCK_O // 2])
+    p_P = tl.program_id(0) * (BLOCK_O // 2) + tl.arange(0, BLOCK_O // 2)
+    tl.store(h_ptr + choice.to(tl.int64) * (rows // 2) + p_P, h_P.to(h_ptr.dtype.element_ty), mask=p_P < rows // 2)
+
+
+@triton.jit
+def _down_row_kernel(
+    h_ptr, expert_ptr, weight_ptr, codes_ptr, scales_ptr, bias_ptr, table_ptr, out_ptr, k, rows, width, bias_row,
+    BLOCK_O: tl.constexpr, BLOCK_G: tl.constexpr, BIAS: tl.constexpr, REGISTERS: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(1)
+    o_O = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
+    sum_O = tl.zeros([BLOCK_O], tl.float32)
+    for number in range(k):
+        choice = token * k + number
+        expert = tl.load(expert_ptr + choice).to(tl.int64)
+        y_O = _row_times(
+            h_ptr + choice.to(tl.int64) * width, codes_ptr + expert * rows * (width // 2),
+            scales_ptr + expert * rows * (width // 32), table_ptr, o_O, rows, width, BLOCK_O, BLOCK_G, REGISTERS,
+        )  # fmt: skip
+        if BIAS:
+            y_O += tl.load(bias_ptr + expert * bias_row + o_O, mask=o_O < rows, other=0.0).to(tl.float32)
+        sum_O += y_O * tl.load(weight_ptr + choice).to(tl.float32)
+    tl.store(out_ptr + token.to(tl.int64) * rows + o_O, sum_O.to(out_ptr.dtype.element_ty), mask=o_O < rows)
+
+
+# --- more tokens --------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _order_kernel(
+    expert_ptr, choice_ptr, tile_expert_ptr, A, E, BLOCK_A: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_S: tl.constexpr,
+    BLOCK_N: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Choices in order of their experts, each expert's beginning a tile: choice [tiles * TILE], -1 where there is none, and the
+    expert of each tile, -1 behind the last."""
+    s_S = tl.arange(0, BLOCK_S)
+    tl.store(choice_ptr + s_S, tl.full([BLOCK_S], -1, tl.int32))
+    a_A = tl.arange(0, BLOCK_A)
+    expert_A = tl.load(expert_ptr + a_A, mask=a_A < A, other=BLOCK_E).to(tl.int32)
+    e_E = tl.arange(0, BLOCK_E)
+    count_E = tl.sum((expert_A[None, :] == e_E[:, None]).to(tl.int32), 1)
+    tiles_E = (count_E + TILE - 1) // TILE
+    end_E = tl.cumsum(tiles_E, 0)
+    n_N = tl.arange(0, BLOCK_N)
+    total = tl.sum(tiles_E, 0)
+    tile_expert = tl.sum((n_N[:, None] >= end_E[None, :]).to(tl.int32), 1)
+    tl.store(tile_expert_ptr + n_N, tl.where(n_N < total, tile_expert, -1))
+    tl.debug_barrier()  # the places are empty before choices are put into them
+    for first in range(0, A, _CHUNK):
+        c_C = first + tl.arange(0, _CHUNK)
+        expert_C = tl.load(expert_ptr + c_C, mask=c_C < A, other=BLOCK_E).to(tl.int32)
+        earlier = (expert_A[None, :] == expert_C[:, None]) & (a_A[None, :] < c_C[:, None])
+        rank_C = tl.sum(earlier.to(tl.int32), 1)
+        start_C = tl.sum(tl.where(expert_C[:, None] == e_E[None, :], (end_E - tiles_E)[None, :], 0), 1)
+        tl.store(choice_ptr + start_C * TILE + rank_C, c_C, mask=c_C < A)
+
+
+@triton.jit
+def _tile_kernel(
+    x_ptr, choice_ptr, tile_expert_ptr, weight_ptr, codes_ptr, scales_ptr, bias_ptr, table_ptr, out_ptr, k, rows, width, x_row,
+    bias_row, alpha, limit, BLOCK_O: tl.constexpr, BLOCK_G: tl.constexpr, J: tl.constexpr, TILE: tl.constexpr,
+    STAGES: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, REGISTERS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Gated: h[choice] from x[choice // k]. Else out[choice] = weight * (W x[choice] + bias), fp32."""
+    BLOCK_I: tl.constexpr = BLOCK_G * J * 8
+    tile = tl.program_id(1)
+    expert = tl.load(tile_expert_ptr + tile).to(tl.int64)
+    if expert >= 0:
+        choice_T = tl.load(choice_ptr + tile * TILE + tl.arange(0, TILE))
+        inside_T = choice_T >= 0
+        row_T = choice_T
+        if GATED:
+            row_T = choice_T // k
+        dtype: tl.constexpr = x_ptr.dtype.element_ty
+        codes_ptr += expert * rows * (width // 2)
+        scales_ptr += expert * rows * (width // 32)
+        o_O = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
+        acc_OT = tl.zeros([BLOCK_O, TILE], tl.float32)
+        x_at = x_ptr + row_T.to(tl.int64)[:, None] * x_row
+        for i in tl.range(0, width, BLOCK_I, num_stages=STAGES):
+            i_I = i + tl.arange(0, BLOCK_I)
+            x_TI = tl.load(x_at + i_I[None, :], mask=inside_T[:, None] & (i_I < width)[None, :], other=0.0)
+            w_OI = code_tile(
+                codes_ptr, scales_ptr, scales_ptr, scales_ptr, scales_ptr, table_ptr, o_O, o_O < rows,
+                i // (J * 8) + tl.arange(0, BLOCK_G), width // (J * 8), dtype, BLOCK_O, BLOCK_G, J, MXFP4, REGISTERS,
+            )  # fmt: skip
+            acc_OT = tl.dot(w_OI, tl.trans(x_TI), acc=acc_OT, input_precision=PRECISION)
+        if BIAS:
+            acc_OT += tl.load(bias_ptr + expert * bias_row + o_O, mask=o_O < rows, other=0.0).to(tl.float32)[:, None]
+        if GATED:
+            h_PT = _gated(acc_OT, alpha, limit, BLOCK_O, TILE)
+            p_P = tl.program_id(0) * (BLOCK_O // 2) + tl.arange(0, BLOCK_O // 2)
+            at_PT = out_ptr + choice_T.to(tl.int64)[None, :] * (rows // 2) + p_P[:, None]
+            tl.store(at_PT, h_PT.to(out_ptr.dtype.element_ty), mask=inside_T[None, :] & (p_P < rows // 2)[:, None])
+        else:
+            acc_OT *= tl.load(weight_ptr + choice_T, mask=inside_T, other=0.0).to(tl.float32)[None, :]
+            at_OT = out_ptr + choice_T.to(tl.int64)[None, :] * rows + o_O[:, None]
+            tl.store(at_OT, acc_OT, mask=inside_T[None, :] & (o_O < rows)[:, None])
+
+
+@triton.jit
+def _sum_kernel(y_ptr, out_ptr, k, M, BLOCK: tl.constexpr):
+    """Sum of a token's choices, first to last."""
+    token = tl.program_id(0).to(tl.int64)
+    m_M = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    acc = tl.zeros([BLOCK], tl.float32)
+    for number in range(k):
+        acc += tl.load(y_ptr + (token * k + number) * M + m_M, mask=m_M < M, other=0.0)
+    tl.store(out_ptr + token * M + m_M, acc.to(out_ptr.dtype.element_ty), mask=m_M < M)
+
+
+# --- launching ----------------------------------------------------------------------------------------------------
+
+
+def decode_experts(
+    x_BM: Tensor,
+    expert_Bk: Tensor,
+    weight_Bk: Tensor,
+    gate_up: ExpertWeight,
+    down: ExpertWeight,
+    alpha: float,
+    limit: float,
+) -> Tensor:
+    expert_Bk, weight_Bk = expert_Bk.contiguous(), weight_Bk.contiguous()
+    registers = in_registers(x_BM)
+    table = code_table("mxfp4", x_BM.device, registers)
+    run = _rows if len(x_BM) <= VECTOR_TOKENS else _tiles
+    return run(x_BM, expert_Bk, weight_Bk, gate_up, down, alpha, limit, table, registers)
+
+
+def _rows(x_BM, expert_Bk, weight_Bk, gate_up, down, alpha, limit, table, registers) -> Tensor:
+    (B, M), k, features = x_BM.shape, expert_Bk.shape[1], gate_up[0].shape[1]
+    width = features // 2
+    h_AF = torch.empty(B * k, width, dtype=x_BM.dtype, device=x_BM.device)
+    out_BM = torch.empty(B, M, dtype=x_BM.dtype, device=x_BM.device)
+    first, second = _row_sizes(B * k * features), _row_sizes(B * M)
+    codes, scales, bias = gate_up
+    launch(
+        _gate_up_row_kernel, (parts(features, first["BLOCK_O"]), B * k), x_BM, expert_Bk, codes, scales,
+        x_BM if bias is None else bias, table, h_AF, k, features, M, x_BM.stride(0), 0 if bias is None else bias.stride(0),
+        alpha, limit, BIAS=bias is not None, REGISTERS=registers, **first,
+    )  # fmt: skip
+    codes, scales, bias = down
+    launch(
+        _down_row_kernel, (parts(M, second["BLOCK_O"]), B), h_AF, expert_Bk, weight_Bk, codes, scales,
+        h_AF if bias is None else bias, table, out_BM, k, M, width, 0 if bias is None else bias.stride(0),
+        BIAS=bias is not None, REGISTERS=registers, **second,
+    )  # fmt: skip
+    return out_BM
+
+
+def _row_sizes(features: int) -> dict[str, int]:
+    """Tiles of sixteen words a thread; of fewer output features where there are few."""
+    if features <= 8192:
+        return {"BLOCK_O": 4, "BLOCK_G": 32, "num_warps": 2}
+    return {"BLOCK_O": 8, "BLOCK_G": 32, "num_warps": 4}
+
+
+def _tiles(x_BM, expert_Bk, weight_Bk, gate_up, down, alpha, limit, table, registers) -> Tensor:
+    (B, M), k, (E, features) = x_BM.shape, expert_Bk.shape[1], gate_up[0].shape[:2]
+    choices, width = B * k, features // 2
+    most = min(choices, E) + choices // TILE  # tiles, whatever is chosen
+    choice, tile_expert = (
+        torch.empty(n, dtype=torch.int32, device=x_BM.device) for n in (padded(most * TILE), padded(most))
+    )
+    launch(
+        _order_kernel, (1,), expert_Bk, choice, tile_expert, choices, E, BLOCK_A=padded(choices), BLOCK_E=padded(E),
+        BLOCK_S=padded(most * TILE), BLOCK_N=padded(most), TILE=TILE, num_warps=8,
+    )  # fmt: skip
+    h_AF = torch.empty(choices, width, dtype=x_BM.dtype, device=x_BM.device)
+    y_AM = torch.empty(choices, M, dtype=torch.float32, device=x_BM.device)
+    out_BM = torch.empty(B, M, dtype=x_BM.dtype, device=x_BM.device)
+    for gated, given, out, weight in ((True, x_BM, h_AF, gate_up), (False, h_AF, y_AM, down)):
+        codes, scales, bias = weight
+        rows = codes.shape[1]
+        tile = _tile_sizes(x_BM.dtype)
+        launch(
+            _tile_kernel, (parts(rows, tile["BLOCK_O"]), most), given, choice, tile_expert, weight_Bk, codes, scales,
+            given if bias is None else bias, table, out, k, rows, given.shape[1], given.stride(0),
+            0 if bias is None else bias.stride(0), alpha, limit, J=J, TILE=TILE, GATED=gated, BIAS=bias is not None,
+            REGISTERS=registers, PRECISION="ieee" if x_BM.dtype == torch.float32 else "tf32", **tile,
+        )  # fmt: skip
+    block = min(1024, padded(M))
+    launch(_sum_kernel, (B, parts(M, block)), y_AM, out_BM, k, M, BLOCK=block, num_warps=4)
+    return out_BM
+
+
+def _tile_sizes(dtype: torch.dtype) -> dict[str, int]:
+    wide = dtype == torch.float32
+    return {"BLOCK_O": 64, "BLOCK_G": 2 if wide else 4, "STAGES": 1 if wide else 3, "num_warps": 4}
