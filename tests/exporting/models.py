@@ -162,6 +162,31 @@ def build(name: str, folder: Path, *, dtype: torch.dtype = torch.bfloat16, seed:
     return folder
 
 
+def pack_experts(folder: Path) -> Path:
+    """Store a saved gpt-oss's experts in MXFP4, as the real models are."""
+    from safetensors.torch import load_file, save_file
+
+    from longreach.quant.formats import MXFP4
+
+    tensors = load_file(folder / "model.safetensors")
+    for name in [n for n in tensors if n.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        packed = MXFP4().quantize(tensors.pop(name).transpose(1, 2).contiguous())
+        tensors |= {f"{name}_blocks": packed.tensors["codes"], f"{name}_scales": packed.tensors["scales"]}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn",
+            "model.layers.*.mlp.router",
+            "model.embed_tokens",
+            "lm_head",
+        ],
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 def adapted(name: str, base: Path, *, dtype: torch.dtype = torch.float32, **lora: Any) -> nn.Module:
     """The base model with LoRA on all linear layers and experts, B not zero."""
     from peft import LoraConfig, get_peft_model

@@ -29,8 +29,17 @@ def export(
         ),
     ] = None,
     verify: Annotated[
-        bool, typer.Option("--verify/--no-verify", help="Load the export back and compare it with the training model.")
-    ] = True,
+        str,
+        typer.Option(
+            help="full: load the export back and compare it with the training model; weights: read merged weights back; off"
+        ),
+    ] = "full",
+    weights: Annotated[
+        str | None,
+        typer.Option(
+            help="What an adapter was trained on: nf4 | mxfp4, or original to merge onto the checkpoint's weights."
+        ),
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace what is at --out, in one step.")] = False,
     as_adapter: Annotated[
         bool, typer.Option("--as-adapter", help="With --format vllm: the adapter, not merged.")
@@ -54,7 +63,7 @@ def export(
 
     try:
         made = make(
-            run, None, target, format=format, quantization=quantization, verify=verify, force=force, as_adapter=as_adapter,
+            run, None, target, format=format, quantization=quantization, verify=verify, weights=weights, force=force, as_adapter=as_adapter,
             upload=upload, private=not public, dry_run=dry_run,
             say=lambda line: screen.print(line, markup=False, soft_wrap=True),
         )  # fmt: skip
@@ -103,7 +112,7 @@ def show(made: Exported, screen: Any) -> None:
         if adapted:
             screen.print(f"the adapter's change arrived in all {adapted[0]} weights that it is for")
     else:
-        screen.print("not compared with the training model (--no-verify)")
+        screen.print("not compared with the training model (--verify off)")
     for note in made.notes:
         screen.print(note, markup=False, soft_wrap=True)
     if made.uploaded:

@@ -65,9 +65,7 @@ def changes_of(structure: nn.Module, adapters: Mapping[str, Mapping[str, Tensor]
         ExportError: a tensor that no weight was found for, shapes that don't fit, or a kind of adapter that is no plain LoRA.
     """
     modules = dict(structure.named_modules())
-    parameters = {
-        bare_name(n): p for n, p in structure.named_parameters(remove_duplicate=False) if not _is_adapter_tensor(n)
-    }
+    shapes = _shapes(structure)
     changes = Changes()
     assigned: list[str] = []
     for adapter, tensors in adapters.items():
@@ -76,11 +74,11 @@ def changes_of(structure: nn.Module, adapters: Mapping[str, Mapping[str, Tensor]
         for name, a, b in _pairs(rest):
             module: Any = modules.get(name)
             target, change = _low_rank(module, name, adapter, a, b)
-            _check_shape(name, change, parameters.get(target), target)
+            _check_shape(name, change, shapes.get(target), target)
             changes.added.setdefault(target, []).append(change)
         for name in list(rest):
             target = bare_name(name)
-            if target not in parameters or parameters[target].shape != rest[name].shape:
+            if shapes.get(target) != tuple(rest[name].shape):
                 raise ExportError(
                     f"adapter tensor {name!r} belongs to no weight of the base model; the export would lose it"
                 )
@@ -138,17 +136,31 @@ def _check_kind(structure: Any, adapter: str) -> None:
         )
 
 
-def _check_shape(name: str, change: LowRank, weight: Tensor | None, target: str) -> None:
-    if weight is None:
+def _shapes(structure: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Shapes of the base model's parameters, of packed ones as they are unpacked."""
+    found = {}
+    for name, module in structure.named_modules(remove_duplicate=False):
+        if is_adapter_tensor(f".{name}."):
+            continue
+        # Without recursion, experts in four bits list their weights too.
+        for own, parameter in module.named_parameters(recurse=False):
+            shape = tuple(parameter.shape)
+            if own == "weight" and parameter.dtype == torch.uint8:
+                shape = (module.out_features, module.in_features)
+            found[bare_name(f"{name}.{own}" if name else own)] = shape
+    return found
+
+
+def _check_shape(name: str, change: LowRank, stored: tuple[int, ...] | None, target: str) -> None:
+    if stored is None:
         raise ExportError(f"adapter of {name!r}: the base model has no parameter {target!r}")
-    stored = tuple(weight.shape)
-    if weight.dtype != torch.uint8 and stored != change.shape:  # packed weights have another shape
+    if stored != change.shape:
         raise ExportError(
             f"adapter of {name!r} has shape {change.shape}, but {target!r} has {stored}; is it another model's adapter?"
         )
 
 
-def _is_adapter_tensor(name: str) -> bool:
+def is_adapter_tensor(name: str) -> bool:
     return ".lora_" in name or ".modules_to_save." in name
 
 

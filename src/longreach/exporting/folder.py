@@ -44,8 +44,7 @@ def write_config(source: Source, folder: Path, dtype: torch.dtype, *, untied: bo
     config.dtype = dtype
     if untied:
         config.tie_word_embeddings = False
-    model: Any = source.model
-    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    base = source.base_model
     config.architectures = [type(base).__name__]
     config.save_pretrained(folder)
     generation = _generation_config(source, base)
@@ -56,7 +55,7 @@ def write_config(source: Source, folder: Path, dtype: torch.dtype, *, untied: bo
 def _generation_config(source: Source, base: Any) -> Any:
     from transformers import GenerationConfig
 
-    for place in source.folders if source.on_disk else ():
+    for place in () if source.live else source.folders:
         if (place / "generation_config.json").is_file():
             return GenerationConfig.from_pretrained(place)
     return getattr(base, "generation_config", None)

@@ -6,6 +6,7 @@ stored one by one), Transformers' own conversion is run backwards.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -50,12 +51,12 @@ def merged_parts(
         ExportError: a change for which the checkpoint holds no tensor.
     """
     root: Any = structure
-    model: Any = root.get_base_model() if hasattr(root, "peft_config") else root
+    model: Any = _without_quantizer(root.get_base_model() if hasattr(root, "peft_config") else root)
     fp32 = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ()) + tuple(
         getattr(model, "_keep_in_fp32_modules", None) or ()
     )
     if base.in_checkpoint_names:
-        changes = _Reverted(model, changes, {e.name for e in base.entries()}).by_checkpoint_name()
+        changes = checkpoint_changes(model, changes, {e.name for e in base.entries()})
     used: set[str] = set()
     for entry in base.entries():
         used.add(entry.name)
@@ -76,6 +77,26 @@ def merged_parts(
     unused = (set(changes.added) | set(changes.replaced)) - used
     if unused:
         raise ExportError(f"the base checkpoint holds no tensor {min(unused)!r}, which the adapter changes")
+
+
+def checkpoint_changes(model: Any, changes: Changes, stored: set[str]) -> Changes:
+    """Changes by the names of the checkpoint's tensors instead of the model's parameters.
+
+    Args:
+        stored: names of the checkpoint's tensors.
+    """
+    return _Reverted(_without_quantizer(model), changes, stored).by_checkpoint_name()
+
+
+def _without_quantizer(model: Any) -> Any:
+    """A model whose conversions are the architecture's alone; one that was quantized while loading has its own among them."""
+    if getattr(model, "hf_quantizer", None) is None:
+        return model
+    config = copy.deepcopy(model.config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with torch.device("meta"):
+        return type(model)(config)
 
 
 def _one(tensor: Tensor) -> Callable[[], Iterator[Tensor]]:

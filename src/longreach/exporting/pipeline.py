@@ -19,14 +19,16 @@ from .adapter import Changes
 from .card import write_card
 from .errors import ExportError, MismatchError
 from .folder import write_adapter, write_merged
+from .from_disk import folder_source, load_base
 from .probe import Reference, measure
-from .source import Source, folder_source, live_source, load_base
+from .source import Source, live_source
 from .staging import staged
-from .verify import Check, check_adapter, check_gguf, check_merged
+from .verify import Check, check_adapter, check_gguf, check_merged, check_written
 from .vocabulary import stop_ids
 
 FORMATS = ("adapter", "merged", "vllm", "gguf", "ollama")
 MERGED_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+VERIFY = ("full", "weights", "off")
 VERIFICATION = "verification.json"
 
 
@@ -48,7 +50,7 @@ class Options:
 
     format: str = "merged"
     quantization: str | None = None
-    verify: bool = True
+    verify: str = "full"
     force: bool = False
     as_adapter: bool = False
     upload: str | None = None
@@ -59,6 +61,12 @@ class Options:
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
             raise ExportError(f"format={self.format!r}: choose one of {', '.join(FORMATS)}")
+        if self.verify not in VERIFY:
+            raise ExportError(f"verify={self.verify!r}: choose one of {', '.join(VERIFY)}")
+        if self.verify == "weights" and (self.is_gguf or self.is_adapter):
+            raise ExportError(
+                f"verify='weights' is for merged weights; with format={self.format!r} choose 'full' or 'off'"
+            )
         allowed = self.allowed_quantizations
         if self.quantization is not None and self.quantization not in allowed:
             choice = f"choose one of {', '.join(allowed)}" if allowed else "leave it out"
@@ -99,8 +107,9 @@ def export(
     *,
     format: str = "merged",
     quantization: str | None = None,
-    verify: bool = True,
+    verify: str = "full",
     force: bool = False,
+    weights: str | None = None,
     as_adapter: bool = False,
     upload: str | None = None,
     private: bool = True,
@@ -117,8 +126,12 @@ def export(
         format: "merged" (16-bit safetensors for Transformers), "adapter" (PEFT), "vllm" (merged, and checked for vLLM), "gguf"
             (llama.cpp) or "ollama" (GGUF and Modelfile).
         quantization: "bf16" (default) or "fp16" of merged weights; for GGUF "f16", "bf16", "q8_0" (default), "q4_k_m", ...
-        verify: load the export back and compare logits, weights, chat template and stop tokens with the training model.
+        verify: "full" loads the export back and compares logits, weights, chat template and stop tokens with the training
+            model; "weights" reads merged weights back from disk and needs memory for a part of one tensor only; "off".
         force: replace what is at `path`, in one step.
+        weights: of a model given as a folder: what the adapter was trained on, "nf4" or "mxfp4" (None: what the run's log says,
+            else the checkpoint's own), or "original": merge onto the checkpoint's weights although it trained on 4-bit ones,
+            and say what difference that makes.
         as_adapter: for "vllm", the adapter instead of merged weights.
         upload: also upload to this Hub repository, "user/name"; `private` if it has to be created.
         dry_run: with `upload`, only list what would be uploaded.
@@ -133,7 +146,11 @@ def export(
     """
     options = Options(format, quantization, verify, force, as_adapter, upload, private, dry_run, say)
     if isinstance(model, (str, Path)):
-        source = folder_source(model, tokenizer)
+        source = folder_source(model, tokenizer, weights=weights)
+    elif weights is not None:
+        raise ExportError(
+            f"weights={weights!r} is for a model given as a folder; one in memory is merged onto its own weights"
+        )
     else:
         source = live_source(model, tokenizer)
     return _Export(source, Path(path).expanduser(), options).run()
@@ -157,7 +174,7 @@ class _Export:
         with staged(
             self.target, force=options.force, needed_bytes=self._needed_bytes(), single_file=self.single_file
         ) as folder:
-            if options.verify:
+            if options.verify == "full":
                 options.say("measuring the training model")
                 with self.source.trained() as trained:
                     self.reference = measure(trained, self.source.tokenizer, self.changes)
@@ -197,6 +214,9 @@ class _Export:
         if self.reference is not None:
             self.options.say("loading them back in Transformers")
             self._add(check_merged(self.reference, self.source, folder, dtype, self.device))
+        if self.options.verify == "weights" or (self.source.original and self.options.verify != "off"):
+            self.options.say("reading them back")
+            self._add(check_written(self.source, folder, self.changes, dtype))
 
     def _vllm(self, folder: Path) -> None:
         if self.options.as_adapter:
@@ -205,7 +225,7 @@ class _Export:
             self._merged(folder)
         check = Check("what vLLM asks for")
         check.faults += vllm.faults(folder, adapter=self.options.as_adapter)
-        check.record["class"] = type(_base_model(self.source)).__name__
+        check.record["class"] = type(self.source.base_model).__name__
         self._add(check)
         self.notes.append(f"serve it with: {vllm.command(self.source, self.target, adapter=self.options.as_adapter)}")
 
@@ -217,7 +237,8 @@ class _Export:
         assert self.kind is not None
         file = folder / f"model-{self.kind}.gguf"
         stops = self._write_gguf(file)
-        text, template_faults = ollama.modelfile(self.source.tokenizer, file.name, stops, _generation(self.source))
+        generation = getattr(self.source.base_model, "generation_config", None)
+        text, template_faults = ollama.modelfile(self.source.tokenizer, file.name, stops, generation)
         (folder / ollama.FILE).write_text(text, encoding="utf-8")
         check = Check("Ollama's Modelfile")
         check.faults += template_faults
@@ -270,13 +291,15 @@ class _Export:
         """Write verification.json and the card; raise if anything did not match."""
         faults = [f"{check.name}: {fault}" for check in self.checks for fault in check.faults]
         record = {
-            "passed": not faults if self.options.verify else None,
+            "passed": not faults if self.options.verify != "off" else None,
             "format": self.options.format,
             "quantization": self.kind,
             "checks": [asdict(check) for check in self.checks],
         }
         (folder / VERIFICATION).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-        write_card(folder, self.source, self.options.format, self.kind, self.checks, verified=self.options.verify)
+        write_card(
+            folder, self.source, self.options.format, self.kind, self.checks, verified=self.options.verify != "off"
+        )
         if faults:
             listed = "\n  ".join(faults[:8])
             raise MismatchError(
@@ -294,6 +317,10 @@ class _Export:
 
 
 def _refuse_what_cannot_work(source: Source, options: Options) -> None:
+    if options.verify == "weights" and not source.base.in_checkpoint_names:
+        raise ExportError(
+            "verify='weights' is for base weights that are read from a checkpoint on disk; choose 'full' or 'off'"
+        )
     if options.is_adapter and not source.adapters:
         raise ExportError(f"format={options.format!r}: the model has no adapter; choose format='merged'")
     if options.is_adapter and len(source.adapters) > 1:
@@ -305,15 +332,6 @@ def _refuse_what_cannot_work(source: Source, options: Options) -> None:
         gguf_file.require_packages()
     if options.quantization == "mxfp4" and source.config.model_type != "gpt_oss":
         raise ExportError("quantization='mxfp4' is for gpt_oss, whose experts have that format; choose q4_k_m")
-
-
-def _base_model(source: Source) -> Any:
-    root: Any = source.model
-    return root.get_base_model() if hasattr(root, "peft_config") else root
-
-
-def _generation(source: Source) -> Any:
-    return getattr(_base_model(source), "generation_config", None)
 
 
 def _file_stem(target: Path) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..quant.experts import FourBitExperts
 from .adapter import Changes, bare_name
 
 PROBE_TOKENS = 64
@@ -109,7 +110,7 @@ def _samples(model: Any, changes: Changes) -> list[Sample]:
         if not adapters:
             continue
         target = f"{bare_name(name)}.{getattr(module, 'parameter_name', 'weight')}"
-        base = base_weight(module)
+        base = base_weight(module, model.dtype)
         delta = sum(module.get_delta_weight(a).float() for a in adapters)
         samples += _sampled(target, base, delta)
         seen.add(target)
@@ -120,12 +121,12 @@ def _samples(model: Any, changes: Changes) -> list[Sample]:
     return samples
 
 
-def base_weight(module: Any) -> Tensor:
-    """The weight under an adapter, as it was trained against: unpacked if it is stored in four bits."""
-    base = module.get_base_layer()
-    if hasattr(module, "parameter_name"):
-        return getattr(base, module.parameter_name).detach()
-    return base.dequantize(torch.float32) if hasattr(base, "packed") else base.weight.detach()
+def base_weight(module: Any, dtype: torch.dtype) -> Tensor:
+    """The weight under an adapter, as it was trained against: unpacked to `dtype` if it is stored in fewer bits."""
+    base, name = module.get_base_layer(), getattr(module, "parameter_name", "weight")
+    if isinstance(base, FourBitExperts):
+        return base.dequantize(name, dtype)
+    return base.dequantize(dtype) if hasattr(base, "dequantize") else getattr(base, name).detach()
 
 
 def _sampled(target: str, base: Tensor, delta: Any) -> list[Sample]:

@@ -9,13 +9,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from .adapter import Changes, LowRank
 from .chat import CONVERSATIONS, chat_faults, rendered
-from .compare import LIMITS, Limit, arrivals, as_record, difference
+from .compare import LIMITS, Arrival, Limit, arrivals, as_record, difference
 from .gguf_limits import limit_of
 from .libllama import GGUFModel
-from .probe import BEYOND_ASCII, PROBE_TOKENS, Reference, logits_of
+from .merge import checkpoint_changes
+from .probe import BEYOND_ASCII, PROBE_TOKENS, SAMPLED_ROWS, Reference, Sample, logits_of
 from .source import Source
 from .vocabulary import stop_ids
+from .weights import BaseWeights, CheckpointWeights, Entry
 
 ROUNDING = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12, torch.float32: 2.0**-25}
 
@@ -37,9 +40,65 @@ def check_merged(reference: Reference, source: Source, folder: Path, dtype: torc
     check = Check("merged weights in Transformers")
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=reference.dtype)
     model.to(device).eval()
-    _compare(check, reference, model, "fp32" if reference.dtype == torch.float32 else "half", ROUNDING[dtype])
+    kind = "fp32" if reference.dtype == torch.float32 else "half"
+    if source.original:
+        found = difference(reference.logits, logits_of(model, reference.probes))
+        check.record |= as_record(reference, found, ())
+        check.notes.append(
+            f"merged onto the original 16-bit weights, not the {source.weights} ones it trained on: relative difference "
+            f"{found.relative:.1e}, same top token {found.agreement:.1%}, KL {found.kl:.1e} nats from the model that trained"
+        )
+    else:
+        _compare(check, reference, model, kind, ROUNDING[dtype])
     check_tokenizer(check, source, folder)
     return check
+
+
+def check_written(source: Source, folder: Path, changes: Changes, dtype: torch.dtype) -> Check:
+    """Read the written weights back from disk, without loading a model: every adapted tensor is base + change, rounded once.
+
+    For a source whose base weights are read from a checkpoint; memory holds one slice of one tensor.
+    """
+    check = Check("weights read back")
+    assert source.base.in_checkpoint_names
+    written = CheckpointWeights(folder)
+    stored = {entry.name: entry for entry in written.entries()}
+    before = {entry.name: entry for entry in source.base.entries()}
+    by_name = checkpoint_changes(source.base_model, changes, set(before))
+    arrived: list[Arrival] = []
+    for name, added in by_name.added.items():
+        if name not in stored or name not in before:
+            check.faults.append(f"{name}: not in the {'export' if name in before else 'base'}")
+            continue
+        arrived += _read_back(source.base, written, before[name], stored[name], added, ROUNDING[dtype])
+    lost = [a for a in arrived if not a.fits]
+    check.faults += [f"{a.target}: {a.share:.3f} of the adapter's change is in the exported weight" for a in lost[:5]]
+    if arrived:
+        worst = max(arrived, key=lambda a: abs(a.share - 1.0) - 6.0 * a.error)
+        check.record["adapter"] = {"weights": len(arrived), "worst": vars(worst)}
+    written.close()
+    check_tokenizer(check, source, folder)
+    return check
+
+
+def _read_back(
+    base: BaseWeights, written: BaseWeights, before: Entry, stored: Entry, added: list[LowRank], rounding: float
+) -> list[Arrival]:
+    """Arrivals of one tensor: of each expert, or of the first rows of a matrix."""
+    whole = len(before.shape) == 2
+    parts = (
+        [slice(0, min(SAMPLED_ROWS, before.shape[0]))] if whole else [slice(e, e + 1) for e in range(before.shape[0])]
+    )
+    found = []
+    for part in parts:
+        old = base.read(before, part).float()
+        delta = torch.zeros_like(old)
+        for change in added:
+            change.add_to(delta, part)
+        flat = Sample(before.name, None, slice(None), old.flatten(0, -2), delta.flatten(0, -2))
+        now = written.read(stored, part).flatten(0, -2)
+        found += arrivals([flat], {before.name: now}, rounding=rounding)
+    return found
 
 
 def check_adapter(reference: Reference, source: Source, folder: Path, base: nn.Module) -> Check:
@@ -109,9 +168,8 @@ def check_tokenizer(check: Check, source: Source, folder: Path) -> None:
 
 def expected_stops(source: Source) -> list[int]:
     """Where generation stops, by the training model's generation settings, its configuration or its tokenizer."""
-    root: Any = source.model
-    base = root.get_base_model() if hasattr(root, "peft_config") else root
-    for place in source.folders if source.on_disk else ():
+    base = source.base_model
+    for place in () if source.live else source.folders:
         if found := stop_ids(place):
             return found
     generation = getattr(base, "generation_config", None)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,7 +14,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from .adapter import _is_adapter_tensor, bare_name
+from ..quant.experts import PRODUCTS, FourBitExperts
+from ..quant.linear import FourBitLinear
+from .adapter import bare_name, is_adapter_tensor
 from .errors import ExportError
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "U8": torch.uint8, "I64": torch.int64}
@@ -114,32 +117,74 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 class MemoryWeights:
-    """The base weights of a model in memory, adapters left out; names are those of its parameters and buffers."""
+    """The base weights of a model in memory, adapters left out; names are those of its parameters and buffers.
+
+    Weights in four or eight bits appear unpacked, in the model's dtype: as they are used in training.
+    """
 
     in_checkpoint_names = False
 
     def __init__(self, model: nn.Module) -> None:
         root: Any = model
-        base: nn.Module = root.get_base_model() if hasattr(root, "peft_config") else root
+        base: Any = root.get_base_model() if hasattr(root, "peft_config") else root
         tied = set(getattr(base, "_tied_weights_keys", None) or ())
-        shared: dict[tuple[int, tuple[int, ...]], str] = {}
-        self._tensors: dict[str, Tensor] = {}
-        for name, tensor in base.state_dict(keep_vars=True).items():
-            if _is_adapter_tensor("." + name):
+        shared: set[tuple[int, tuple[int, ...]]] = set()
+        self._entries: dict[str, Entry] = {}
+        self._readers: dict[str, Callable[[slice], Tensor]] = {}
+        for name, shape, dtype, pointer, read in _tensors(base):
+            key = (pointer, shape)
+            if name in tied and key in shared:
                 continue
-            bare = bare_name(name)
-            key = (tensor.data_ptr(), tuple(tensor.shape))
-            if bare in tied and key in shared:
-                continue
-            shared.setdefault(key, bare)
-            self._tensors[bare] = tensor.detach()
+            shared.add(key)
+            self._entries[name] = Entry(name, shape, dtype)
+            self._readers[name] = read
 
     def entries(self) -> list[Entry]:
-        return [Entry(name, tuple(t.shape), t.dtype) for name, t in self._tensors.items()]
+        return list(self._entries.values())
 
     def read(self, entry: Entry, rows: slice) -> Tensor:
-        tensor = self._tensors[entry.name]
-        return (tensor[rows] if entry.shape else tensor).to("cpu")
+        return self._readers[entry.name](rows).to("cpu")
 
     def read_packed(self, entry: Entry) -> Iterator[tuple[str, Tensor]]:
         raise AssertionError("a model in memory shows its packed weights unpacked")
+
+
+Found = tuple[str, tuple[int, ...], torch.dtype, int, Callable[[slice], Tensor]]
+
+
+def _tensors(base: Any) -> Iterator[Found]:
+    """Name, shape, dtype, address and reader of every weight of the base model, in the order of its modules."""
+    dtype = base.dtype
+    for prefix, module in base.named_modules(remove_duplicate=False):
+        prefix = prefix and prefix + "."
+        if is_adapter_tensor(f".{prefix}"):
+            continue
+        packed: dict[str, tuple[tuple[int, ...], Any]] = {}
+        if isinstance(module, FourBitExperts):
+            packed = {n: (tuple(getattr(module, n).shape), partial(module.dequantize, n, dtype)) for n in PRODUCTS}
+            own = {n: p for n, p in module._parameters.items() if p is not None and n.endswith("_bias")}
+        elif hasattr(module, "dequantize") and isinstance(getattr(module, "weight", None), Tensor):
+            packed = {"weight": (_unpacked_shape(module), partial(module.dequantize, dtype))}
+            own = {"bias": module.bias} if getattr(module, "bias", None) is not None else {}
+        else:
+            persistent = {n: b for n, b in module._buffers.items() if n not in module._non_persistent_buffers_set}
+            own = {n: t for n, t in {**module._parameters, **persistent}.items() if t is not None}
+        for name, (shape, make) in packed.items():
+            pointer = module.weight.data_ptr() if name == "weight" else id(module)
+            yield bare_name(prefix + name), shape, dtype, pointer, partial(_unpacked_rows, make)
+        for name, tensor in own.items():
+            yield bare_name(prefix + name), tuple(tensor.shape), tensor.dtype, tensor.data_ptr(), partial(_rows, tensor)
+
+
+def _unpacked_shape(module: Any) -> tuple[int, ...]:
+    if isinstance(module, FourBitLinear):
+        return (module.out_features, module.in_features)
+    return tuple(module.weight.shape)  # eight bits: one code each
+
+
+def _unpacked_rows(make: Callable[[], Tensor], rows: slice) -> Tensor:
+    return make()[rows]
+
+
+def _rows(tensor: Tensor, rows: slice) -> Tensor:
+    return tensor.detach()[rows] if tensor.dim() else tensor.detach()
