@@ -1,0 +1,184 @@
+"""A source from a folder or the Hub: of a run, an adapter, a model, or a GGUF file."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..loading import load
+from ..origin import origin_of
+from ..quant.formats import FORMATS
+from .errors import ExportError
+from .source import Source, live_source
+from .weights import CheckpointWeights
+
+RUN_LOG = "log.jsonl"
+ORIGINAL = "original"
+WEIGHTS = (*FORMATS, ORIGINAL)
+# Models up to this many parameters are compared in fp32, where only the export's own rounding shows.
+FP32_PARAMETERS = 4e9
+_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+
+
+def folder_source(given: str | Path, tokenizer: Any = None, *, weights: str | None = None) -> Source:
+    """Open it. Weights stay on disk until they are needed, except 4-bit ones made for training, which are made again.
+
+    Args:
+        given: a folder, a GGUF file or a Hub id.
+        tokenizer: instead of the one that is found there.
+        weights: what the adapter was trained on and is merged onto: "nf4", "mxfp4", or "original" for the checkpoint's own
+            weights whatever it was trained on; None takes what the run's log says, and without a log the checkpoint's own.
+    """
+    if weights is not None and weights not in WEIGHTS:
+        raise ExportError(f"weights={weights!r}: choose one of {', '.join(WEIGHTS)}, or leave it out")
+    place = _local(given)
+    try:
+        origin = origin_of(str(place))
+    except ValueError as error:
+        raise ExportError(str(error)) from error
+    run = _run_header(place)
+    trained_on = _trained_on(run, weights)
+    base = Path(origin.base) if origin.gguf else _local(origin.base)
+    if not origin.gguf and not (base / "config.json").is_file():
+        raise ExportError(
+            f"{str(given)!r} holds no model: no config.json and no adapter_config.json{_checkpoint_hint(place)}"
+        )
+    folders = tuple(dict.fromkeys(p for p in (place, base) if p.is_dir()))
+    facts: dict[str, Any] = {"base_name": origin.base, "folders": folders, "run": run}
+    facts["adapter_folder"] = Path(origin.adapter) if origin.adapter else None
+    if origin.gguf or _in_four_bits(base, trained_on):
+        source = dataclasses.replace(_loaded(place, tokenizer, trained_on), **facts)
+        if weights != ORIGINAL:
+            return source
+        return dataclasses.replace(source, base=CheckpointWeights(base), original=True)
+    return _structure(base, origin, tokenizer, facts)
+
+
+def _trained_on(run: dict[str, Any], weights: str | None) -> str | None:
+    """The 4-bit format of training, from the option or the run's log."""
+    logged = run.get("config", {}).get("model", {}) if isinstance(run.get("config"), dict) else {}
+    said = logged.get("weights") if isinstance(logged, dict) else None
+    found = said if weights in (None, ORIGINAL) else weights
+    return found if found in FORMATS else None
+
+
+def _in_four_bits(base: Path, trained_on: str | None) -> bool:
+    """Whether base weights are packed in a way that only our loading unpacks: all but gpt-oss's own MXFP4."""
+    method = quant_method(json.loads((base / "config.json").read_text(encoding="utf-8")).get("quantization_config"))
+    return method not in (None, "mxfp4") or (method is None and trained_on is not None)
+
+
+def _loaded(place: Path, tokenizer: Any, weights: str | None) -> Source:
+    model, found = load(str(place), weights=weights, device="cpu", parity_check=False)
+    return live_source(model, tokenizer or found)
+
+
+def _structure(base: Path, origin: Any, tokenizer: Any, facts: dict[str, Any]) -> Source:
+    """The model's modules without weights, and readers of what is on disk."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(base)
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config)
+    adapters: dict[str, dict[str, Tensor]] = {}
+    if origin.adapter:
+        from peft import PeftModel
+
+        adapters["default"] = _adapter_tensors(Path(origin.adapter))
+        model = PeftModel.from_pretrained(model, origin.adapter, low_cpu_mem_usage=True, autocast_adapter_dtype=False)
+    tokenizer = tokenizer or origin.load_tokenizer()
+    return Source(model, tokenizer, config, CheckpointWeights(base), adapters, live=False, **facts)
+
+
+def load_trained(source: Source) -> nn.Module:
+    """Base model and adapter from disk, by stock Transformers and PEFT."""
+    model: Any = load_base(source, _compute_dtype(source))
+    if source.adapter_folder is not None:
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, str(source.adapter_folder), autocast_adapter_dtype=False)
+    return model
+
+
+def _compute_dtype(source: Source) -> torch.dtype:
+    entries = source.base.entries()
+    if sum(torch.Size(e.shape).numel() for e in entries) <= FP32_PARAMETERS:
+        return torch.float32
+    return next(e.dtype for e in entries if e.dtype in (torch.bfloat16, torch.float16, torch.float32))
+
+
+def load_base(source: Source, dtype: torch.dtype) -> nn.Module:
+    """The base model, without the adapter: in 4 bits if it trained so, else in the given dtype."""
+    from transformers import AutoModelForCausalLM
+
+    if source.weights is not None or source.base_name.endswith(".gguf"):
+        stored = None if source.base_name.endswith(".gguf") else quant_method(origin_of(source.base_name).config())
+        kwargs: dict[str, Any] = {} if stored else {"weights": source.weights, "dtype": dtype}
+        return load(source.base_name, device="cpu", parity_check=False, **kwargs)[0]
+    place: Any = source.base_name if source.live else getattr(source.base, "folder", source.base_name)
+    unpacked: dict[str, Any] = {}
+    if quant_method(origin_of(str(place)).config()) == "mxfp4":  # for which Transformers has no kernel on the CPU
+        from transformers.utils.quantization_config import Mxfp4Config
+
+        unpacked["quantization_config"] = Mxfp4Config(dequantize=True)
+    model: Any = AutoModelForCausalLM.from_pretrained(place, dtype=dtype, **unpacked)
+    return model.to(dtype)  # unpacked MXFP4 comes in bf16 whatever was asked for
+
+
+def quant_method(given: Any) -> str | None:
+    """The method by which weights are packed, from a configuration or its section; None for plain weights."""
+    section = given if isinstance(given, dict) or given is None else getattr(given, "quantization_config", None)
+    if section is None:
+        return None
+    entry = section if isinstance(section, dict) else section.to_dict()
+    return str(getattr(entry.get("quant_method"), "value", entry.get("quant_method")))
+
+
+def _local(given: str | Path) -> Path:
+    """The folder or file itself, or the folder of a Hub model (downloaded if it is not in the cache yet)."""
+    path = Path(given).expanduser()
+    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
+        return path
+    if path.exists():
+        raise ExportError(f"{str(given)!r} is a file; give the folder that `longreach train` wrote, or a model's")
+    if path.is_absolute() or str(given).count("/") > 1 or str(given).startswith("."):
+        raise ExportError(
+            f"{str(given)!r}: no such folder; give the folder of a run, an adapter or a model, or a model's Hub id"
+        )
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(str(given), allow_patterns=_PATTERNS))
+    except (OSError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
+        raise ExportError(f"{str(given)!r} is no folder, and can't be had from the Hub: {error}") from error
+
+
+def _adapter_tensors(folder: Path) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    file = folder / "adapter_model.safetensors"
+    if not file.is_file():
+        raise ExportError(f"{folder}: holds adapter_config.json but no adapter_model.safetensors")
+    return load_file(file)
+
+
+def _checkpoint_hint(folder: Path) -> str:
+    found = sorted(p.name for p in folder.glob("checkpoint-*") if p.is_dir()) if folder.is_dir() else []
+    return f"; an interrupted run can be exported from its checkpoint, e.g. {folder / found[-1]}" if found else ""
+
+
+def _run_header(folder: Path) -> dict[str, Any]:
+    """What the run's log says about model, data, reward and versions; of a checkpoint, its run's log."""
+    for place in (folder, folder.parent if folder.name.startswith("checkpoint-") else folder):
+        log = place / RUN_LOG
+        if log.is_file():
+            with log.open(encoding="utf-8") as lines:
+                first = json.loads(next(lines, "{}") or "{}")
+            return first if first.get("type") == "header" else {}
+    return {}
