@@ -136,24 +136,22 @@ class PlannedOutOfMemory(torch.OutOfMemoryError):
 
 
 @contextlib.contextmanager
-def explained(planned: Callable[[], Plan | None], what: str = "") -> Iterator[None]:
+def explained(planned: Callable[[], Plan | None]) -> Iterator[None]:
     """Give an out-of-memory error inside the block the plan's text: what was planned, and what would fit.
 
     Args:
-        planned: gives the plan of what runs; asked only when memory has run out.
-        what: where it happened, e.g. "while sampling"; the plan may speak of another part of the step.
+        planned: gives the plan of what runs; asked only when memory has run out. The plan of the outermost block counts.
 
     Raises:
         PlannedOutOfMemory: from the error.
     """
     try:
         yield
-    except PlannedOutOfMemory:
-        raise
     except torch.OutOfMemoryError as error:
         plan = planned()
         if plan is None:
             raise
         used = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+        first = error.__cause__ if isinstance(error, PlannedOutOfMemory) else error
         # accelerate's search for a batch size that fits knows the error by these words
-        raise PlannedOutOfMemory(f"CUDA out of memory. {what}{plan.out_of_memory(used)}") from error
+        raise PlannedOutOfMemory(f"CUDA out of memory. {plan.out_of_memory(used)}") from first

@@ -21,7 +21,8 @@ MIB = 2**20
 # cuBLAS workspaces of the forward's and the backward's thread and the allocator's rounding: the constant part of the difference
 # between tensors and `max_memory_allocated` on an H200, the same at 16K, 32K, 128K and for groups.
 LIBRARIES = 152 * MIB
-LOADED = ("weights", "reference model", "adapters", "optimizer states")  # parts that stand before a step begins
+# Parts that stand before a step begins.
+LOADED = ("weights", "reference model", "adapters", "optimizer states", "rollout's cache")
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ def resident(work: Work) -> dict[str, int]:
         "reference model": work.weight_bytes if work.reference else 0,
         "adapters": work.trained * work.trained_itemsize if work.ranks else 0,
         "optimizer states": states,
+        "rollout's cache": work.standing,
     }
 
 
@@ -70,6 +72,17 @@ def step_memory(work: Work, policy: Policy) -> Memory:
     name, moment = max(_moments(work, policy).items(), key=lambda item: sum(item[1].values()))
     parts = resident(work) | {"gradients": gradients} | moment | {"kernel libraries": LIBRARIES}
     return Memory({k: v for k, v in parts.items() if v}, _host(work, policy), name)
+
+
+def scoring_memory(work: Work, policy: Policy) -> Memory:
+    """Peak of a forward that records nothing: an evaluation, or log-probs of the reference model."""
+    found = _moments(work, policy)
+    forward = {name: found[name] for name in ("a layer's forward", "the last layer's forward", "the head")}
+    kept = ("layer inputs", "saved attention")
+    moments = {name: {k: v for k, v in parts.items() if k not in kept} for name, parts in forward.items()}
+    name, moment = max(moments.items(), key=lambda item: sum(item[1].values()))
+    parts = resident(work) | moment | {"kernel libraries": LIBRARIES}
+    return Memory({k: v for k, v in parts.items() if v}, {}, name)
 
 
 def _gradients(work: Work) -> int:

@@ -6,7 +6,7 @@ holds are gone when sampling begins, and the cache is gone when the step begins.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .choice import card_bytes
 from .limits import Limits
@@ -46,7 +46,7 @@ def sampling_memory(work: Work, sampling: Sampling) -> Memory:
     decode = rows * (wide * b + shape.vocab * (b + 2 * FLOAT))
     # Transformers' cache grows by joining: the longest layer stands twice for a moment.
     joined = 0 if sampling.shared else rows * work.context * per_token
-    parts = resident(work) | {
+    parts = resident(replace(work, standing=0)) | {
         "cache of keys and values": cache,
         "prefill or decode": max(chunk.forward(), decode) + joined,
         "dequantized weights": shape.linear_matrices * b if packs_linears(shape, work.weights) else 0,

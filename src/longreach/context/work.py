@@ -132,6 +132,7 @@ class Work:
         loaded: bytes of the model as it was loaded, adapters not counted; None to derive them from `weights`.
         trained_bytes: of the parameters that train, as they were made; None to derive them from `ranks`.
         eight_bit_tables: embedding and head are stored in 8 bits.
+        standing: bytes of a rollout's cache that stay on the device during the step.
     """
 
     shape: ModelShape
@@ -149,6 +150,7 @@ class Work:
     loaded: int | None = None
     trained_bytes: int | None = None
     eight_bit_tables: bool = False
+    standing: int = 0
 
     @property
     def prompt(self) -> int:

@@ -23,6 +23,7 @@ require_supported_trl()
 logger = logging.getLogger(__name__)
 
 OFFLOAD = ("auto", *POLICIES)
+MISFIT = ("error", "warn")
 ROLLOUT = ("auto", "engine", "transformers")
 ROLLOUT_MEMORY = ("keep", "release")
 PROMPT_OVERLONG = ("error", "drop", "truncate_left")
@@ -34,7 +35,11 @@ def _engine_field(default: Any, help: str) -> Any:
 
 
 CHUNK_HELP = "Tokens per chunk of a decoder layer, or 'auto'. Any size gives the same gradients."
-OFFLOAD_HELP = "Where the saved layer inputs live: 'none' (on the device), 'host' (in pinned memory) or 'auto'."
+OFFLOAD_HELP = "Waits on the host: 'none', 'host' (layer inputs), 'rows' (hidden row too), 'keys' (keys, values too), 'auto'."
+KEEP_HELP = "Keep the inputs of every so-many-th layer only, the others are computed again; a whole number or 'auto'."
+MISFIT_HELP = (
+    "When the largest step cannot fit by plan: 'error' refuses to start, 'warn' goes on with what needs least memory."
+)
 SAVE_ATTENTION_HELP = "Keep each chunk's attention output so that the backward skips that forward, or 'auto'."
 CHECKPOINTING_HELP = "Without effect: chunked layers always recompute their activations by themselves."
 PARITY_HELP = "Compare loss and gradients of a short sequence with stock eager attention before training starts."
@@ -56,8 +61,12 @@ class GRPOConfig(trl.GRPOConfig):
         on_overlong: what becomes of a longer prompt: "error" (before training starts), "drop" (the row is left out) or
             "truncate_left" (its first tokens are cut). Dropped and cut prompts are counted and reported.
         chunk: tokens per chunk of a decoder layer, or "auto".
-        offload: "auto", "none" or "host".
+        offload: what waits in host memory: "none"; "host" (layer inputs); "rows" (the hidden row and its gradient too); "keys"
+            (keys, values and their gradients too); or "auto".
         save_attention: "auto", True or False.
+        keep_every: keep the inputs of every so-many-th layer only, or "auto".
+        on_misfit: what becomes of a configuration whose largest step (`max_length`, rows per device) cannot fit by plan: "error"
+            refuses it at the start and says what would fit; "warn" goes on with what needs least memory.
         parity_check: compare with stock eager attention before training starts.
         release_gradients: update each layer inside the backward: gradients of one layer at a time. Needs
             gradient_accumulation_steps=1 (larger batches cost little memory in chunks), max_grad_norm=0.0 and not fp16.
@@ -80,7 +89,9 @@ class GRPOConfig(trl.GRPOConfig):
     chunk: int | str = _engine_field("auto", CHUNK_HELP)
     offload: str = _engine_field("auto", OFFLOAD_HELP)
     save_attention: str = _engine_field("auto", SAVE_ATTENTION_HELP)
+    keep_every: int | str = _engine_field("auto", KEEP_HELP)
     parity_check: bool = _engine_field(True, PARITY_HELP)
+    on_misfit: str = _engine_field("error", MISFIT_HELP)
     release_gradients: bool = _engine_field(False, RELEASE_HELP)
     optimizer_states: str = _engine_field("device", STATES_HELP)
     rollout: str = _engine_field("auto", f"How completions are generated: one of {', '.join(ROLLOUT)}.")
@@ -123,7 +134,8 @@ class SFTConfig(trl.SFTConfig):
     Attributes:
         on_overlong: what becomes of a sequence longer than `max_length`: "truncate" (TRL's behaviour), "drop" or
             "error" (before training starts). Truncated and dropped sequences are counted and reported.
-        chunk, offload, save_attention, parity_check, release_gradients, optimizer_states: as in :class:`GRPOConfig`.
+        chunk, offload, save_attention, keep_every, parity_check, on_misfit, release_gradients, optimizer_states: as in
+            :class:`GRPOConfig`.
 
     Raises:
         ValueError: from the constructor, for a value that cannot be used.
@@ -136,7 +148,9 @@ class SFTConfig(trl.SFTConfig):
     chunk: int | str = _engine_field("auto", CHUNK_HELP)
     offload: str = _engine_field("auto", OFFLOAD_HELP)
     save_attention: str = _engine_field("auto", SAVE_ATTENTION_HELP)
+    keep_every: int | str = _engine_field("auto", KEEP_HELP)
     parity_check: bool = _engine_field(True, PARITY_HELP)
+    on_misfit: str = _engine_field("error", MISFIT_HELP)
     release_gradients: bool = _engine_field(False, RELEASE_HELP)
     optimizer_states: str = _engine_field("device", STATES_HELP)
 
@@ -155,9 +169,11 @@ def check_engine_fields(config: GRPOConfig | SFTConfig) -> None:
     for name in ("gradient_checkpointing", "activation_checkpointing"):  # its name since Transformers 5.23
         if hasattr(config, name):
             setattr(config, name, False)
-    if config.chunk != "auto":
-        config.chunk = _positive("chunk", config.chunk, also="'auto'")
+    for name in ("chunk", "keep_every"):
+        if getattr(config, name) != "auto":
+            setattr(config, name, _positive(name, getattr(config, name), also="'auto'"))
     _check_choice("offload", config.offload, OFFLOAD)
+    _check_choice("on_misfit", config.on_misfit, MISFIT)
     choices = {"auto": "auto", "true": True, "false": False}
     if str(config.save_attention).lower() not in choices:
         raise ValueError(f"save_attention={config.save_attention!r} is not known; use 'auto', True or False")

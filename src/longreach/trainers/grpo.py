@@ -24,9 +24,11 @@ from .loading import (
     load_model,
     load_tokenizer,
     require_config,
+    settle_router_loss,
     wants_longreach_load,
 )
-from .prompts import OverlongPromptError, PromptBound, Tokenize, check_rows, tokenizer_of
+from .planning import Planned
+from .prompts import OverlongPromptError, PromptBound, Tokenize, check_rows, separate_channels, tokenizer_of
 from .reward_calls import RewardError, checked
 from .rollouts import Rollouts
 from .stepping import Stepping
@@ -34,7 +36,7 @@ from .stepping import Stepping
 logger = logging.getLogger(__name__)
 
 
-class GRPOTrainer(Stepping, Rollouts):
+class GRPOTrainer(Planned, Stepping, Rollouts):
     """`trl.GRPOTrainer` for long prompts: same arguments, same numbers, memory that hardly grows with the context.
 
     * The prompt of a group is computed once for all its completions, in chunks, with the exact gradient.
@@ -51,7 +53,8 @@ class GRPOTrainer(Stepping, Rollouts):
     Raises:
         ValueError: bad data, before any long work: an empty dataset, no `prompt` column, a prompt longer than
             `max_length - max_completion_length` (:class:`OverlongPromptError`), an architecture that cannot be run
-            exactly (`UnsupportedModelError`), a failed comparison with stock attention (`ParityError`).
+            exactly (`UnsupportedModelError`), a failed comparison with stock attention (`ParityError`), a largest step that
+            does not fit the machine (`PlanError`).
         RewardError: while training, for rewards that are not one number or None per completion.
     """
 
@@ -67,11 +70,13 @@ class GRPOTrainer(Stepping, Rollouts):
     ) -> None:
         require_config(args, GRPOConfig, "GRPOTrainer")
         given = GRPOConfig(default_output_dir(model, "GRPO")) if args is None else args
-        check_architecture(model, given)
+        text = check_architecture(model, given)
         args, joined = _joined_micro_batches(given)
+        settle_router_loss(text, args)
         if processing_class is None:
             processing_class = load_tokenizer(model, args)
             processing_class.padding_side = processing_class.truncation_side = "left"
+        separate_channels(processing_class)
         self._bound = _prompt_bound(args)
         if kwargs.get("environment_factory") is None:  # an environment may make its prompts itself
             tokenize = None
@@ -80,7 +85,7 @@ class GRPOTrainer(Stepping, Rollouts):
             train_dataset = _checked_data(train_dataset, "train_dataset", self._bound, tokenize)
             eval_dataset = _checked_data(eval_dataset, "eval_dataset", self._bound, tokenize)
         if isinstance(model, str) and wants_longreach_load(args, kwargs.get("quantization_config")):
-            model = load_model(model, args, adapter=kwargs.get("peft_config") is not None)
+            model = load_model(model, args, peft_config=kwargs.get("peft_config"))
             args.model_init_kwargs = None
         rewards = reward_funcs if isinstance(reward_funcs, list) or reward_funcs is None else [reward_funcs]
         rewards = None if rewards is None else [checked(r) for r in rewards]
@@ -106,10 +111,12 @@ class GRPOTrainer(Stepping, Rollouts):
                 "router loss of such parts is not that of the whole group; set per_device_train_batch_size to a "
                 f"multiple of {args.num_generations}, or router_aux_loss_coef=0.0"
             )
-        enable_engine(self.model, args)
-        if self.ref_model is not None:
-            enable_engine(self.accelerator.unwrap_model(self.ref_model), args, parity_check=False)
         self._choose_rollout(args)
+        drawn = self._rollout == "engine"
+        options = self._make_plan(self.model, engine=drawn, reference=self.ref_model is not None)
+        enable_engine(self.model, args, options)
+        if self.ref_model is not None:
+            enable_engine(self.accelerator.unwrap_model(self.ref_model), args, options, parity_check=False)
         self._prepare_stepping()
 
     # ---- generation, rewards, batches

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase, set_seed
+from transformers import PreTrainedTokenizerBase, set_seed
 
 from ..context.install import enable
 from ..context.support import check_supported
 from ..loading import check_positions, load
+from ..origin import origin_of
 from .config import GRPOConfig, SFTConfig
+from .planning import refuse_before_loading
+
+logger = logging.getLogger(__name__)
 
 WEIGHTS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "auto": None}
 
@@ -37,14 +42,14 @@ def load_tokenizer(model: Any, args: Any) -> PreTrainedTokenizerBase:
         raise ValueError("processing_class is None and the model does not say where it came from; pass its tokenizer")
     kwargs: dict[str, Any] = {"trust_remote_code": _trusts(args)}
     revision = (args.model_init_kwargs or {}).get("revision")
-    return AutoTokenizer.from_pretrained(name, revision=revision, **kwargs)
+    return origin_of(name).load_tokenizer(revision=revision, **kwargs)
 
 
-def check_architecture(model: Any, args: Any) -> None:
-    """Refuse, before any weights are read, a model that cannot be run exactly (UnsupportedModelError) and a GRPO
-    `max_length` that it has no positions for (ValueError)."""
+def check_architecture(model: Any, args: Any) -> Any:
+    """The text config of a model given by name or as an object. Refused are, before any weights are read, a model that cannot
+    be run exactly (UnsupportedModelError) and a GRPO `max_length` that it has no positions for (ValueError)."""
     if isinstance(model, str):
-        config = AutoConfig.from_pretrained(model, trust_remote_code=_trusts(args))
+        config = origin_of(model).config(trust_remote_code=_trusts(args))
     elif hasattr(model, "config"):
         config = model.config
     else:
@@ -52,6 +57,19 @@ def check_architecture(model: Any, args: Any) -> None:
     text = config.get_text_config(decoder=True)
     check_supported(text)
     check_positions(text, _positions_needed(args))
+    return text
+
+
+def settle_router_loss(text: Any, args: Any) -> None:
+    """Leave the routers' load-balancing loss out, unless `router_aux_loss_coef` or a model with `output_router_logits=True`
+    asks for it. TRL would add it with the coefficient in the model's config, which is a setting of its pretraining."""
+    own = getattr(text, "router_aux_loss_coef", 0.0)
+    if args.router_aux_loss_coef is None and own and not getattr(text, "output_router_logits", False):
+        args.router_aux_loss_coef = 0.0
+        logger.warning(
+            "the routers' load-balancing loss is off; set router_aux_loss_coef (%g in the model's config) to train with it",
+            own,
+        )
 
 
 def wants_longreach_load(args: GRPOConfig | SFTConfig, quantization_config: Any) -> bool:
@@ -61,15 +79,26 @@ def wants_longreach_load(args: GRPOConfig | SFTConfig, quantization_config: Any)
     return plain and set(kwargs) <= {"dtype"} and _dtype_name(kwargs) in ("", *WEIGHTS)
 
 
-def load_model(name: str, args: GRPOConfig | SFTConfig, *, adapter: bool) -> Any:
+def load_model(name: str, args: GRPOConfig | SFTConfig, *, peft_config: Any = None) -> Any:
     """Load a model by name on this process's device, in the dtype of `model_init_kwargs`.
 
     Without one, weights that train are float32, as in TRL (smaller types would round small updates away), and frozen
     weights under an adapter stay in the type they are stored in; with `fp16` what is stored in 16 bits becomes float16.
+
+    Raises:
+        PlanError: its largest step cannot fit this machine, and `on_misfit` is "error".
     """
     set_seed(args.seed)  # new heads are drawn at random: the seed comes first, as in TRL
-    dtype = _dtype_name(args.model_init_kwargs or {}) or ("auto" if adapter else "float32")
+    origin = origin_of(name)
+    if origin.adapter is not None and peft_config is not None:
+        raise ValueError(f"model={name!r} is an adapter already; leave peft_config out to go on training it")
+    adapted = peft_config is not None or origin.adapter is not None
+    dtype = _dtype_name(args.model_init_kwargs or {}) or ("auto" if adapted else "float32")
     kwargs: dict[str, Any] = {"dtype": torch.float16} if dtype == "auto" and args.fp16 else {"weights": WEIGHTS[dtype]}
+    if origin.adapter is None:
+        config = origin.config()
+        stored = str(getattr(config, "dtype", None)).removeprefix("torch.")
+        refuse_before_loading(config, args, stored if dtype == "auto" else dtype, peft_config)
     # The engine is checked once the adapter is on, by `enable_engine`.
     model, _ = load(name, max_length=_positions_needed(args), device=args.device, parity_check=False, **kwargs)
     return model
@@ -88,17 +117,16 @@ def _dtype_name(kwargs: Any) -> str:
     return str(kwargs.get("dtype") or "").removeprefix("torch.")
 
 
-def enable_engine(model: Any, args: GRPOConfig | SFTConfig, *, parity_check: bool | None = None) -> None:
+def enable_engine(
+    model: Any, args: GRPOConfig | SFTConfig, options: dict[str, Any], *, parity_check: bool | None = None
+) -> None:
     """Install exact chunked execution, and compare it with stock attention if the configuration asks for it.
+
+    Args:
+        options: those of `longreach.enable`, as planned.
 
     Raises:
         UnsupportedModelError: an architecture that cannot be run exactly.
         ParityError: the comparison failed; the message holds the measured difference.
     """
-    enable(
-        model,
-        chunk=args.chunk,
-        offload=args.offload,
-        save_attention=args.save_attention,
-        parity_check=args.parity_check if parity_check is None else parity_check,
-    )
+    enable(model, **options, parity_check=args.parity_check if parity_check is None else parity_check)

@@ -18,8 +18,10 @@ from .loading import (
     load_model,
     load_tokenizer,
     require_config,
+    settle_router_loss,
     wants_longreach_load,
 )
+from .planning import Planned
 from .prompts import check_rows, without_rows
 from .stepping import Stepping
 
@@ -32,7 +34,7 @@ class OverlongSequenceError(ValueError):
     """A training sequence is longer than `max_length`."""
 
 
-class SFTTrainer(Stepping, trl.SFTTrainer):
+class SFTTrainer(Planned, Stepping, trl.SFTTrainer):
     """`trl.SFTTrainer` for long sequences: same arguments, same numbers, memory that hardly grows with the context.
 
     Padded, packed and padding-free batches, completion-only and assistant-only losses, and every `loss_type` are TRL's;
@@ -42,7 +44,8 @@ class SFTTrainer(Stepping, trl.SFTTrainer):
     Raises:
         ValueError: bad data, before any long work: an empty dataset, an over-long sequence with `on_overlong="error"`
             (:class:`OverlongSequenceError`), an architecture that cannot be run exactly (`UnsupportedModelError`), a
-            failed comparison with stock attention (`ParityError`).
+            failed comparison with stock attention (`ParityError`), a largest step that does not fit the machine
+            (`PlanError`).
     """
 
     args: Any
@@ -60,14 +63,14 @@ class SFTTrainer(Stepping, trl.SFTTrainer):
         require_config(args, SFTConfig, "SFTTrainer")
         # a copy: what is changed here does not reach the user's object
         mine = SFTConfig(default_output_dir(model, "SFT")) if args is None else copy.copy(args)
-        check_architecture(model, mine)
+        settle_router_loss(check_architecture(model, mine), mine)
         for name, dataset in (("train_dataset", train_dataset), ("eval_dataset", eval_dataset)):
             if dataset is not None:
                 check_rows(dataset, name, columns=[])
         if processing_class is None:
             processing_class = load_tokenizer(model, mine)
         if isinstance(model, str) and wants_longreach_load(mine, kwargs.get("quantization_config")):
-            model = load_model(model, mine, adapter=kwargs.get("peft_config") is not None)
+            model = load_model(model, mine, peft_config=kwargs.get("peft_config"))
             mine.model_init_kwargs = None
         super().__init__(
             model=model,
@@ -78,7 +81,7 @@ class SFTTrainer(Stepping, trl.SFTTrainer):
             processing_class=processing_class,
             **kwargs,
         )
-        enable_engine(self.model, mine)
+        enable_engine(self.model, mine, self._make_plan(self.model))
         self._prepare_stepping()
 
     def _prepare_dataset(
