@@ -28,7 +28,7 @@ from .offload import POLICIES, EmbeddingRow, HostPool
 from .plan import Plan
 from .precision import WideResidual, compute_dtype
 from .rows import check_holes, rows_layout, to_rows
-from .support import PLAIN_EMBEDDING, TESTED, UnsupportedModelError, check_supported, check_window
+from .support import PLAIN_EMBEDDING, TESTED, UnsupportedModelError, check_supported, check_window, take_over_adapters
 from .tree import Layout
 
 logger = logging.getLogger(__name__)
@@ -400,7 +400,7 @@ def enable(
             with the context; or "auto". No choice changes a bit of the result.
         save_attention: keep each chunk's attention output so that the backward does not compute it again; "auto" or a bool.
         keep_every: keep the inputs of every so-many-th layer only; the backward computes the others again (less host or GPU
-            memory for one more forward of those layers); "auto" or a whole number from 1 up.
+            memory for one more forward of them); "auto" or a whole number.
         parity_check: compare a small tree with stock eager attention now, and raise `ParityError` on a mismatch; done once
             for a set of trainable parameters.
 
@@ -409,17 +409,7 @@ def enable(
         ParityError: loss or gradients differ from stock by more than the dtype's rounding.
     """
     options = resolve(chunk, offload, save_attention, keep_every)
-    adapters = getattr(model, "peft_config", None)
-    for name, adapter in adapters.items() if isinstance(adapters, dict) else ():
-        if getattr(adapter, "is_prompt_learning", False):
-            raise UnsupportedModelError(
-                f"adapter {name!r} is of type {adapter.peft_type}, which adds virtual tokens or keys outside the layers; chunked "
-                "execution supports adapters inside them, such as LoRA. Train it with stock TRL."
-            )
-    if adapters:
-        from ..lora.wrapper import adopt_wrappers
-
-        adopt_wrappers(model)
+    take_over_adapters(model)
     engine = engine_of(model)
     if engine is None:
         engine = Engine(model, options)

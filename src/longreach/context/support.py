@@ -91,3 +91,20 @@ def check_window(module: Any, window: int | None) -> None:
             f"layer {index} of {config.model_type!r} is a sliding window, but {type(module).__name__} does not pass "
             "`sliding_window` to the attention function: its window lives only in the mask. Train it with stock TRL."
         )
+
+
+def take_over_adapters(model: Any) -> None:
+    """Give adapters on experts in 4 bits their own operation; raise `UnsupportedModelError` for a kind that can't run in
+    chunks."""
+    adapters = getattr(model, "peft_config", None)
+    if not isinstance(adapters, dict):
+        return
+    for name, adapter in adapters.items():
+        if getattr(adapter, "is_prompt_learning", False):
+            raise UnsupportedModelError(
+                f"adapter {name!r} is of type {adapter.peft_type}, which adds virtual tokens or keys outside the layers; chunked "
+                "execution supports adapters inside them, such as LoRA. Train it with stock TRL."
+            )
+    from ..lora.wrapper import adopt_wrappers  # here, because it brings PEFT along
+
+    adopt_wrappers(model)
