@@ -174,7 +174,7 @@ def test_the_plan_halves_the_batch_until_it_fits():
     model = build("qwen3", torch.float32, lora=False).eval()
     want = generate(model, prompts_of(), sampling=GREEDY, group=4, options=RolloutOptions(page=16))
     whole = rollout_engine(model).state.pool.nbytes
-    got = generate(model, prompts_of(), sampling=GREEDY, group=4, options=RolloutOptions(page=16, kv_bytes=whole // 3))
+    got = generate(model, prompts_of(), sampling=GREEDY, group=4, options=RolloutOptions(page=16, kv_bytes=whole // 8))
     assert rollout_engine(model).state.limits.rows < 20 and [c.ids for c in got] == [c.ids for c in want]
     with pytest.raises(ValueError, match="more than kv_bytes=1,000"):
         generate(model, prompts_of(), sampling=GREEDY, options=RolloutOptions(kv_bytes=1000))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import psutil
 import torch
@@ -90,6 +90,9 @@ def limits_for(
     """
     rows = min(demand.requests, options.rows or ROWS[cuda])
     page = options.page or PAGE[cuda]
+    roomy = _limits(replace(demand, prompt=_rounded(demand.prompt), new=_rounded(demand.new)), options, rows, page)
+    if roomy.pool_bytes(layers) <= budget:
+        return roomy  # the next call's slightly longer prompts will fit too
     while True:
         limits = _limits(demand, options, rows, page)
         need = limits.pool_bytes(layers)
@@ -102,6 +105,12 @@ def limits_for(
                 "prompts' keys on the host (prompt_keys='host')"
             )
         rows = (rows + 1) // 2
+
+
+def _rounded(tokens: int) -> int:
+    """The next of the lengths 64, 80, 96, 112, 128, 160, ...: at most a quarter more."""
+    step = max(16, 1 << max(0, tokens.bit_length() - 3))
+    return -(-max(tokens, 64) // step) * step
 
 
 def _limits(demand: Demand, options: RolloutOptions, rows: int, page: int) -> Limits:
