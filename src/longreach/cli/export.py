@@ -36,10 +36,12 @@ def export(
     ] = "full",
     weights: Annotated[
         str | None,
-        typer.Option(
-            help="What an adapter was trained on: nf4 | mxfp4, or original to merge onto the checkpoint's weights."
-        ),
+        typer.Option(help="What an adapter was trained on, nf4 or mxfp4 [default: what the run's log says]."),
     ] = None,
+    merge_onto: Annotated[
+        str,
+        typer.Option(help="trained: the weights that were trained against; original: the 16-bit ones before 4 bits."),
+    ] = "trained",
     force: Annotated[bool, typer.Option("--force", help="Replace what is at --out, in one step.")] = False,
     as_adapter: Annotated[
         bool, typer.Option("--as-adapter", help="With --format vllm: the adapter, not merged.")
@@ -63,10 +65,21 @@ def export(
 
     try:
         made = make(
-            run, None, target, format=format, quantization=quantization, verify=verify, weights=weights, force=force, as_adapter=as_adapter,
-            upload=upload, private=not public, dry_run=dry_run,
+            run,
+            None,
+            target,
+            format=format,
+            quantization=quantization,
+            verify=verify,
+            force=force,
+            weights=weights,
+            merge_onto=merge_onto,
+            as_adapter=as_adapter,
+            upload=upload,
+            private=not public,
+            dry_run=dry_run,
             say=lambda line: screen.print(line, markup=False, soft_wrap=True),
-        )  # fmt: skip
+        )
     except MismatchError as error:
         _say_mismatch(error)
         raise typer.Exit(MISMATCH) from None

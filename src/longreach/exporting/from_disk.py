@@ -18,8 +18,6 @@ from .source import Source, live_source
 from .weights import CheckpointWeights
 
 RUN_LOG = "log.jsonl"
-ORIGINAL = "original"
-WEIGHTS = (*FORMATS, ORIGINAL)
 # Models up to this many parameters are compared in fp32, where only the export's own rounding shows.
 FP32_PARAMETERS = 4e9
 _PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
@@ -31,11 +29,11 @@ def folder_source(given: str | Path, tokenizer: Any = None, *, weights: str | No
     Args:
         given: a folder, a GGUF file or a Hub id.
         tokenizer: instead of the one that is found there.
-        weights: what the adapter was trained on and is merged onto: "nf4", "mxfp4", or "original" for the checkpoint's own
-            weights whatever it was trained on; None takes what the run's log says, and without a log the checkpoint's own.
+        weights: what the adapter was trained on, "nf4" or "mxfp4"; None takes what the run's log says, and without a log what
+            the checkpoint stores.
     """
-    if weights is not None and weights not in WEIGHTS:
-        raise ExportError(f"weights={weights!r}: choose one of {', '.join(WEIGHTS)}, or leave it out")
+    if weights is not None and weights not in FORMATS:
+        raise ExportError(f"weights={weights!r}: choose one of {', '.join(FORMATS)}, or leave it out")
     place = _local(given)
     try:
         origin = origin_of(str(place))
@@ -52,18 +50,28 @@ def folder_source(given: str | Path, tokenizer: Any = None, *, weights: str | No
     facts: dict[str, Any] = {"base_name": origin.base, "folders": folders, "run": run}
     facts["adapter_folder"] = Path(origin.adapter) if origin.adapter else None
     if origin.gguf or _in_four_bits(base, trained_on):
-        source = dataclasses.replace(_loaded(place, tokenizer, trained_on), **facts)
-        if weights != ORIGINAL:
-            return source
-        return dataclasses.replace(source, base=CheckpointWeights(base), original=True)
+        return dataclasses.replace(_loaded(place, tokenizer, trained_on), **facts)
     return _structure(base, origin, tokenizer, facts)
+
+
+def onto_original(source: Source) -> Source:
+    """The same, with the base weights of the 16-bit checkpoint instead of the 4-bit ones made from it for training."""
+    if source.weights is None:
+        raise ExportError(
+            "merge_onto='original' is for an adapter trained on 4-bit weights made from a 16-bit checkpoint; these were not, "
+            "as far as is known here (say it with weights='nf4')"
+        )
+    folder = _local(source.base_name)
+    if not folder.is_dir() or quant_method(origin_of(str(folder)).config()) is not None:
+        raise ExportError(f"merge_onto='original': {source.base_name!r} holds no 16-bit weights")
+    return dataclasses.replace(source, base=CheckpointWeights(folder), original=True)
 
 
 def _trained_on(run: dict[str, Any], weights: str | None) -> str | None:
     """The 4-bit format of training, from the option or the run's log."""
     logged = run.get("config", {}).get("model", {}) if isinstance(run.get("config"), dict) else {}
     said = logged.get("weights") if isinstance(logged, dict) else None
-    found = said if weights in (None, ORIGINAL) else weights
+    found = weights or said
     return found if found in FORMATS else None
 
 
@@ -96,13 +104,20 @@ def _structure(base: Path, origin: Any, tokenizer: Any, facts: dict[str, Any]) -
 
 
 def load_trained(source: Source) -> nn.Module:
-    """Base model and adapter from disk, by stock Transformers and PEFT."""
-    model: Any = load_base(source, _compute_dtype(source))
-    if source.adapter_folder is not None:
-        from peft import PeftModel
+    """Base model and adapter from disk."""
+    dtype = _compute_dtype(source)
+    if source.adapter_folder is None:
+        return load_base(source, dtype)
+    return load_adapted(source, source.adapter_folder, dtype)
 
-        model = PeftModel.from_pretrained(model, str(source.adapter_folder), autocast_adapter_dtype=False)
-    return model
+
+def load_adapted(source: Source, adapter: Path, dtype: torch.dtype) -> nn.Module:
+    """An adapter's folder on the base model: in PEFT, or by `longreach.load` where the base is in 4 bits or a GGUF file."""
+    if source.weights is not None or source.base_name.endswith(".gguf"):
+        return _load(source, str(adapter), dtype)
+    from peft import PeftModel
+
+    return PeftModel.from_pretrained(load_base(source, dtype), str(adapter), autocast_adapter_dtype=False)  # type: ignore
 
 
 def _compute_dtype(source: Source) -> torch.dtype:
@@ -113,13 +128,9 @@ def _compute_dtype(source: Source) -> torch.dtype:
 
 
 def load_base(source: Source, dtype: torch.dtype) -> nn.Module:
-    """The base model, without the adapter: in 4 bits if it trained so, else in the given dtype."""
+    """The base model, without the adapter, by Transformers."""
     from transformers import AutoModelForCausalLM
 
-    if source.weights is not None or source.base_name.endswith(".gguf"):
-        stored = None if source.base_name.endswith(".gguf") else quant_method(origin_of(source.base_name).config())
-        kwargs: dict[str, Any] = {} if stored else {"weights": source.weights, "dtype": dtype}
-        return load(source.base_name, device="cpu", parity_check=False, **kwargs)[0]
     place: Any = source.base_name if source.live else getattr(source.base, "folder", source.base_name)
     unpacked: dict[str, Any] = {}
     if quant_method(origin_of(str(place)).config()) == "mxfp4":  # for which Transformers has no kernel on the CPU
@@ -128,6 +139,12 @@ def load_base(source: Source, dtype: torch.dtype) -> nn.Module:
         unpacked["quantization_config"] = Mxfp4Config(dequantize=True)
     model: Any = AutoModelForCausalLM.from_pretrained(place, dtype=dtype, **unpacked)
     return model.to(dtype)  # unpacked MXFP4 comes in bf16 whatever was asked for
+
+
+def _load(source: Source, place: str, dtype: torch.dtype) -> nn.Module:
+    stored = None if source.base_name.endswith(".gguf") else quant_method(origin_of(source.base_name).config())
+    kwargs: dict[str, Any] = {} if stored else {"weights": source.weights, "dtype": dtype}
+    return load(place, device="cpu", parity_check=False, **kwargs)[0]
 
 
 def quant_method(given: Any) -> str | None:

@@ -19,7 +19,7 @@ from .adapter import Changes
 from .card import write_card
 from .errors import ExportError, MismatchError
 from .folder import write_adapter, write_merged
-from .from_disk import folder_source, load_base
+from .from_disk import folder_source, load_adapted, onto_original
 from .probe import Reference, measure
 from .source import Source, live_source
 from .staging import staged
@@ -29,6 +29,7 @@ from .vocabulary import stop_ids
 FORMATS = ("adapter", "merged", "vllm", "gguf", "ollama")
 MERGED_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 VERIFY = ("full", "weights", "off")
+MERGE_ONTO = ("trained", "original")
 VERIFICATION = "verification.json"
 
 
@@ -110,6 +111,7 @@ def export(
     verify: str = "full",
     force: bool = False,
     weights: str | None = None,
+    merge_onto: str = "trained",
     as_adapter: bool = False,
     upload: str | None = None,
     private: bool = True,
@@ -129,9 +131,10 @@ def export(
         verify: "full" loads the export back and compares logits, weights, chat template and stop tokens with the training
             model; "weights" reads merged weights back from disk and needs memory for a part of one tensor only; "off".
         force: replace what is at `path`, in one step.
-        weights: of a model given as a folder: what the adapter was trained on, "nf4" or "mxfp4" (None: what the run's log says,
-            else the checkpoint's own), or "original": merge onto the checkpoint's weights although it trained on 4-bit ones,
-            and say what difference that makes.
+        weights: of a model given as a folder: what the adapter was trained on, "nf4" or "mxfp4"; None takes what the run's log
+            says, and without a log what the checkpoint stores.
+        merge_onto: "trained", the weights that were trained against; or "original", the 16-bit weights from which these 4-bit
+            weights were made, and say how far the result is from the model that trained.
         as_adapter: for "vllm", the adapter instead of merged weights.
         upload: also upload to this Hub repository, "user/name"; `private` if it has to be created.
         dry_run: with `upload`, only list what would be uploaded.
@@ -153,6 +156,10 @@ def export(
         )
     else:
         source = live_source(model, tokenizer)
+    if merge_onto not in MERGE_ONTO:
+        raise ExportError(f"merge_onto={merge_onto!r}: choose one of {', '.join(MERGE_ONTO)}")
+    if merge_onto == "original":
+        source = onto_original(source)
     return _Export(source, Path(path).expanduser(), options).run()
 
 
@@ -202,8 +209,8 @@ class _Export:
         write_adapter(self.source, folder)
         if self.reference is not None:
             self.options.say("loading it back on the base model, in PEFT")
-            base = load_base(self.source, self.reference.dtype).to(self.device)
-            self._add(check_adapter(self.reference, self.source, folder, base))
+            loaded = load_adapted(self.source, folder, self.reference.dtype).to(self.device)
+            self._add(check_adapter(self.reference, self.source, folder, loaded))
 
     def _merged(self, folder: Path) -> None:
         self._write_and_check_merged(folder, self.options.dtype)

@@ -101,13 +101,13 @@ def _read_back(
     return found
 
 
-def check_adapter(reference: Reference, source: Source, folder: Path, base: nn.Module) -> Check:
-    """An adapter folder on its base in stock PEFT: every tensor of the file, logits, tokenizer, chat template."""
-    from peft import PeftModel, get_peft_model_state_dict
+def check_adapter(reference: Reference, source: Source, folder: Path, loaded_model: nn.Module) -> Check:
+    """An adapter folder, loaded on its base: every tensor of the file, logits, tokenizer, chat template."""
+    from peft import get_peft_model_state_dict
     from safetensors import safe_open
 
     check = Check("adapter in PEFT")
-    model: Any = PeftModel.from_pretrained(base, str(folder), autocast_adapter_dtype=False).eval()
+    model: Any = loaded_model.eval()
     with safe_open(str(folder / "adapter_model.safetensors"), framework="pt") as file:
         stored = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (no mapping)
     trained = {key: tensor for tensors in source.adapters.values() for key, tensor in tensors.items()}
