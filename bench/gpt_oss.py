@@ -125,8 +125,12 @@ class Bench:
         ids = models.token_ids(length, self.model.config.vocab_size)
         tree = longreach.TokenTree.from_groups([(ids[:-completion], [ids[-completion:]])])
         found = self.measured(lambda: -torch.cat(longreach.token_logprobs(self.model, tree)).mean())
-        chunk, offload, save_attention = engine_of(self.model).settle(length)
-        self.note("longreach", length, found, chunk=chunk, offload=offload, save_attention=save_attention)
+        plan = engine_of(self.model).settle(tree.layout.tokens, completion, True)
+        policy = plan.policy
+        self.note(
+            "longreach", length, found, chunk=policy.chunk, offload=policy.offload, save_attention=policy.save_attention,
+            planned_bytes=plan.gpu,
+        )  # fmt: skip
 
     def stock(self) -> None:
         if not self.options.stock_lengths:
