@@ -31,7 +31,7 @@ def test_compiles(name: str, capability: int, dtype: torch.dtype, monkeypatch: p
     kernels = []
 
     def launch(kernel, grid, x, *args, **meta) -> None:
-        kernels.append(built(kernel, (x, *args), meta, capability))
+        kernels.append(built(kernel, (x, *args), {**meta, "EARLY": capability >= 90}, capability))
 
     for module in MODULES:
         monkeypatch.setattr(module, "launch", launch)
@@ -44,3 +44,4 @@ def test_compiles(name: str, capability: int, dtype: torch.dtype, monkeypatch: p
     assert not decoding or any(kernel.asm["ptx"].count("prmt.b32") >= 10 for kernel in kernels)
     for kernel in kernels:
         assert f".target sm_{capability}" in kernel.asm["ptx"]
+        assert ("griddepcontrol.wait" in kernel.asm["ptx"]) == (capability >= 90)

@@ -13,7 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..decode_attention import MIN_SPLIT, DecodePlan
-from . import launch, padded, parts
+from . import padded, parts
+from .early_start import launch, wait_for_inputs
 
 PROGRAMS = 2112  # at most: sixteen a multiprocessor of the largest cards; beyond that a program takes several items
 ITEM = 256  # an item is piece * ITEM + split
@@ -52,7 +53,9 @@ def _cut(first, end, alive, at, items_ptr, pieces_ptr, piece, base, most, pieces
 def _plan_kernel(
     own_length_ptr, prefix_length_ptr, members_ptr, pieces_ptr, items_ptr, counts_ptr, B, G, M, own, prefix,
     PREFIXES: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_G: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(EARLY)
     total = 0
     if PREFIXES:
         g = tl.arange(0, BLOCK_G)
@@ -179,8 +182,9 @@ def _attention_kernel(
     B, G, M, own_row, prefix_row, own_splits, partials,
     PREFIXES: tl.constexpr, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, W: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_W: tl.constexpr, P: tl.constexpr, WINDOW: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr, STAGES: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_C: tl.constexpr, STAGES: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(EARLY)
     R: tl.constexpr = H // K
     tiles = (M * R + BLOCK_T - 1) // BLOCK_T
     of_prefixes = tl.load(counts_ptr)
@@ -250,8 +254,9 @@ def _merge_part(acc_W, total, top, at, count, lse_ptr, part_ptr, H: tl.constexpr
 def _merge_kernel(
     out_ptr, part_ptr, lse_ptr, sinks_ptr, prefix_of_ptr, pieces_ptr, out_row, out_head,
     B, G, own_splits, partials, PREFIXES: tl.constexpr, H: tl.constexpr, W: tl.constexpr, BLOCK_W: tl.constexpr,
-    BLOCK_OWN: tl.constexpr, BLOCK_PREFIX: tl.constexpr, JOIN: tl.constexpr, SINKS: tl.constexpr,
+    BLOCK_OWN: tl.constexpr, BLOCK_PREFIX: tl.constexpr, JOIN: tl.constexpr, SINKS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(EARLY)
     b = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     counts_ptr = pieces_ptr + 3 * (G + B)

@@ -15,14 +15,15 @@ import triton.language as tl
 from torch import Tensor
 
 from ..decode_reference import ExpertWeight
-from . import launch, padded, parts
-from .fourbit_codes import MXFP4, block_scale, code_table, code_tile, decoded, dot8, in_registers
+from . import padded, parts
+from .early_start import launch, wait_for_inputs
+from .fourbit_codes import MXFP4, code_table, code_tile, decoded, dot8, in_registers, packed
 
 VECTOR_TOKENS = 2
 TILE = 16
 J = 4  # words of a block of 32
 CHUNK = 32  # choices compared at a time with all others
-_J, _CHUNK = tl.constexpr(J), tl.constexpr(CHUNK)
+_CHUNK = tl.constexpr(CHUNK)
 
 
 @triton.jit
@@ -40,37 +41,41 @@ def _gated(y_OT, alpha, limit, BLOCK_O: tl.constexpr, BLOCK_T: tl.constexpr):
 
 @triton.jit
 def _row_times(
-    x_ptr, codes_ptr, scales_ptr, table_ptr, o_O, rows, width, BLOCK_O: tl.constexpr, BLOCK_G: tl.constexpr,
+    x_ptr, codes_ptr, scales_ptr, table_ptr, o_O, rows, width, BLOCK_O: tl.constexpr, BLOCK_G: tl.constexpr, J: tl.constexpr,
     REGISTERS: tl.constexpr,
 ):  # fmt: skip
-    """One row times one expert's features o: [O], fp32."""
-    words_ptr = codes_ptr.to(tl.pointer_type(tl.int32))
-    groups = width // (_J * 8)
-    j_J = tl.arange(0, _J)
-    acc = tl.zeros([BLOCK_O, BLOCK_G, _J], tl.float32)
+    """One row times one expert's features o: [O], fp32; weights are fetched one step ahead."""
+    groups = width // (J * 8)
+    acc = tl.zeros([BLOCK_O, BLOCK_G, J], tl.float32)
+    word, scale = packed(
+        codes_ptr, scales_ptr, scales_ptr, scales_ptr, scales_ptr, o_O, rows, 0, groups, BLOCK_G, J, MXFP4
+    )
     for g in range(0, groups, BLOCK_G):
+        next_word, next_scale = packed(
+            codes_ptr, scales_ptr, scales_ptr, scales_ptr, scales_ptr, o_O, rows, g + BLOCK_G, groups, BLOCK_G, J, MXFP4
+        )
         g_G = g + tl.arange(0, BLOCK_G)
-        mask_OG = (o_O < rows)[:, None] & (g_G < groups)[None, :]
-        at_OG = o_O[:, None] * groups + g_G[None, :]
-        word = tl.load(words_ptr + at_OG[:, :, None] * _J + j_J[None, None, :], mask=mask_OG[:, :, None], other=0)
-        scale = block_scale(scales_ptr, scales_ptr, scales_ptr, scales_ptr, at_OG, mask_OG, MXFP4)[:, :, None]
-        mask_GJ = (g_G < groups)[:, None] & (j_J < _J)[None, :]
+        mask_GJ = (g_G < groups)[:, None] & (tl.arange(0, J) < J)[None, :]
         v0, v1, v2, v3, v4, v5, v6, v7 = decoded(word, table_ptr, MXFP4, REGISTERS)
-        acc += dot8(v0, v1, v2, v3, v4, v5, v6, v7, x_ptr, g_G[:, None] * _J + j_J[None, :], mask_GJ) * scale
+        at_GJ = g_G[:, None] * J + tl.arange(0, J)[None, :]
+        acc += dot8(v0, v1, v2, v3, v4, v5, v6, v7, x_ptr, at_GJ, mask_GJ) * scale
+        word, scale = next_word, next_scale
     return tl.sum(tl.sum(acc, 2), 1)
 
 
 @triton.jit
 def _gate_up_row_kernel(
     x_ptr, expert_ptr, codes_ptr, scales_ptr, bias_ptr, table_ptr, h_ptr, k, rows, width, x_row, bias_row, alpha, limit,
-    BLOCK_O: tl.constexpr, BLOCK_G: tl.constexpr, BIAS: tl.constexpr, REGISTERS: tl.constexpr,
+    BLOCK_O: tl.constexpr, BLOCK_G: tl.constexpr, J: tl.constexpr, BIAS: tl.constexpr, REGISTERS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(EARLY)
     choice = tl.program_id(1)
     expert = tl.load(expert_ptr + choice).to(tl.int64)
     o_O = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
     y_O = _row_times(
         x_ptr + (choice // k) * x_row, codes_ptr + expert * rows * (width // 2), scales_ptr + expert * rows * (width // 32),
-        table_ptr, o_O, rows, width, BLOCK_O, BLOCK_G, REGISTERS,
+        table_ptr, o_O, rows, width, BLOCK_O, BLOCK_G, J, REGISTERS,
     )  # fmt: skip
     if BIAS:
         y_O += tl.load(bias_ptr + expert * bias_row + o_O, mask=o_O < rows, other=0.0).to(tl.float32)
@@ -82,8 +87,10 @@ def _gate_up_row_kernel(
 @triton.jit
 def _down_row_kernel(
     h_ptr, expert_ptr, weight_ptr, codes_ptr, scales_ptr, bias_ptr, table_ptr, out_ptr, k, rows, width, bias_row,
-    BLOCK_O: tl.constexpr, BLOCK_G: tl.constexpr, BIAS: tl.constexpr, REGISTERS: tl.constexpr,
+    BLOCK_O: tl.constexpr, BLOCK_G: tl.constexpr, J: tl.constexpr, BIAS: tl.constexpr, REGISTERS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(EARLY)
     token = tl.program_id(1)
     o_O = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
     sum_O = tl.zeros([BLOCK_O], tl.float32)
@@ -92,7 +99,7 @@ def _down_row_kernel(
         expert = tl.load(expert_ptr + choice).to(tl.int64)
         y_O = _row_times(
             h_ptr + choice.to(tl.int64) * width, codes_ptr + expert * rows * (width // 2),
-            scales_ptr + expert * rows * (width // 32), table_ptr, o_O, rows, width, BLOCK_O, BLOCK_G, REGISTERS,
+            scales_ptr + expert * rows * (width // 32), table_ptr, o_O, rows, width, BLOCK_O, BLOCK_G, J, REGISTERS,
         )  # fmt: skip
         if BIAS:
             y_O += tl.load(bias_ptr + expert * bias_row + o_O, mask=o_O < rows, other=0.0).to(tl.float32)
@@ -106,10 +113,11 @@ def _down_row_kernel(
 @triton.jit
 def _order_kernel(
     expert_ptr, choice_ptr, tile_expert_ptr, A, E, BLOCK_A: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_S: tl.constexpr,
-    BLOCK_N: tl.constexpr, TILE: tl.constexpr,
+    BLOCK_N: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Choices in order of their experts, each expert's beginning a tile: choice [tiles * TILE], -1 where there is none, and the
     expert of each tile, -1 behind the last."""
+    wait_for_inputs(EARLY)
     s_S = tl.arange(0, BLOCK_S)
     tl.store(choice_ptr + s_S, tl.full([BLOCK_S], -1, tl.int32))
     a_A = tl.arange(0, BLOCK_A)
@@ -137,8 +145,10 @@ def _tile_kernel(
     x_ptr, choice_ptr, tile_expert_ptr, weight_ptr, codes_ptr, scales_ptr, bias_ptr, table_ptr, out_ptr, k, rows, width, x_row,
     bias_row, alpha, limit, BLOCK_O: tl.constexpr, BLOCK_G: tl.constexpr, J: tl.constexpr, TILE: tl.constexpr,
     STAGES: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, REGISTERS: tl.constexpr, PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Gated: h[choice] from x[choice // k]. Else out[choice] = weight * (W x[choice] + bias), fp32."""
+    wait_for_inputs(EARLY)
     BLOCK_I: tl.constexpr = BLOCK_G * J * 8
     tile = tl.program_id(1)
     expert = tl.load(tile_expert_ptr + tile).to(tl.int64)
@@ -176,8 +186,9 @@ def _tile_kernel(
 
 
 @triton.jit
-def _sum_kernel(y_ptr, out_ptr, k, M, BLOCK: tl.constexpr):
+def _sum_kernel(y_ptr, out_ptr, k, M, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     """Sum of a token's choices, first to last."""
+    wait_for_inputs(EARLY)
     token = tl.program_id(0).to(tl.int64)
     m_M = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     acc = tl.zeros([BLOCK], tl.float32)
@@ -215,13 +226,13 @@ def _rows(x_BM, expert_Bk, weight_Bk, gate_up, down, alpha, limit, table, regist
     launch(
         _gate_up_row_kernel, (parts(features, first["BLOCK_O"]), B * k), x_BM, expert_Bk, codes, scales,
         x_BM if bias is None else bias, table, h_AF, k, features, M, x_BM.stride(0), 0 if bias is None else bias.stride(0),
-        alpha, limit, BIAS=bias is not None, REGISTERS=registers, **first,
+        alpha, limit, J=J, BIAS=bias is not None, REGISTERS=registers, **first,
     )  # fmt: skip
     codes, scales, bias = down
     launch(
         _down_row_kernel, (parts(M, second["BLOCK_O"]), B), h_AF, expert_Bk, weight_Bk, codes, scales,
         h_AF if bias is None else bias, table, out_BM, k, M, width, 0 if bias is None else bias.stride(0),
-        BIAS=bias is not None, REGISTERS=registers, **second,
+        J=J, BIAS=bias is not None, REGISTERS=registers, **second,
     )  # fmt: skip
     return out_BM
 

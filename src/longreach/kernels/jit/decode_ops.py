@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import launch, padded, parts, warps
+from . import padded, parts, warps
+from .early_start import launch, wait_for_inputs
 from .swiglu import _squash
 
 ROWS = 16
@@ -80,9 +81,10 @@ def _qkv_kernel(
     q_ptr, k_ptr, v_ptr, B, y_row, cos_row, sin_row, pages_row, k_page, k_token, k_head, v_page, v_token, v_head, eps,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, REST: tl.constexpr,
     BLOCK_REST: tl.constexpr, P: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr, BIAS: tl.constexpr,
-    NORM: tl.constexpr, UNIT_OFFSET: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
+    NORM: tl.constexpr, UNIT_OFFSET: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One head of a few rows, as three pieces: the halves of its rotary part and what is left."""
+    wait_for_inputs(EARLY)
     b_B = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     head = tl.program_id(1)
     inside_B = b_B < B
@@ -136,7 +138,9 @@ def _qkv_kernel(
 def _swiglu_kernel(
     y_ptr, lora_ptr, bias_ptr, h_ptr, B, y_row, F: tl.constexpr, BLOCK_F: tl.constexpr, RANK: tl.constexpr,
     BLOCK_R: tl.constexpr, BIAS: tl.constexpr, GELU: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(EARLY)
     b_B = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside_B = b_B < B
     # The last tile begins earlier where F is no multiple: it writes some results once more.
@@ -152,9 +156,10 @@ def _swiglu_kernel(
 @triton.jit(do_not_specialize=["B"])
 def _complete_kernel(
     y_ptr, lora_ptr, bias_ptr, B, y_row, M: tl.constexpr, BLOCK_M: tl.constexpr, RANK: tl.constexpr,
-    BLOCK_R: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_R: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """y += bias + t B', in place."""
+    wait_for_inputs(EARLY)
     b_B = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside_B = b_B < B
     first = tl.program_id(1) * BLOCK_M
@@ -170,8 +175,9 @@ def _complete_kernel(
 @triton.jit
 def _norm_kernel(
     h_ptr, y_ptr, bias_ptr, post_ptr, weight_ptr, x_ptr, y_row, eps, M: tl.constexpr, BLOCK: tl.constexpr,
-    BIAS: tl.constexpr, POST: tl.constexpr, UNIT_OFFSET: tl.constexpr,
+    BIAS: tl.constexpr, POST: tl.constexpr, UNIT_OFFSET: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(EARLY)
     row = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, BLOCK)
     mask = col < M
@@ -216,9 +222,10 @@ def _minus_log1m(v):
 @triton.jit
 def _block_kernel(
     logits_ptr, temperature_ptr, seed_ptr, count_ptr, partial_ptr, id_ptr, row_stride,
-    V: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr,
+    V: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Of one block: best score, its z, largest z, sum of exp(z - largest): [B, 4, S]; and the token of the best score."""
+    wait_for_inputs(EARLY)
     block = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     col = block * BLOCK + tl.arange(0, BLOCK)
@@ -243,7 +250,10 @@ def _block_kernel(
 
 
 @triton.jit
-def _choose_kernel(partial_ptr, block_id_ptr, id_ptr, logprob_ptr, S: tl.constexpr, BLOCK_S: tl.constexpr):
+def _choose_kernel(
+    partial_ptr, block_id_ptr, id_ptr, logprob_ptr, S: tl.constexpr, BLOCK_S: tl.constexpr, EARLY: tl.constexpr
+):
+    wait_for_inputs(EARLY)
     row = tl.program_id(0).to(tl.int64)
     s_S = tl.arange(0, BLOCK_S)
     mask = s_S < S

@@ -115,6 +115,21 @@ def block_scale(scales_ptr, nested_ptr, map_ptr, offset_ptr, at, mask, KIND: tl.
 
 
 @triton.jit
+def packed(codes_ptr, scales_ptr, nested_ptr, map_ptr, offset_ptr, o_O, rows, g, groups, BLOCK_G: tl.constexpr, J: tl.constexpr,
+           KIND: tl.constexpr):  # fmt: skip
+    """Words [O, G, J] and scales [O, G, 1] of the blocks from g on; zero outside the weight."""
+    g_G = g + tl.arange(0, BLOCK_G)
+    mask_OG = (o_O < rows)[:, None] & (g_G < groups)[None, :]
+    at_OG = o_O[:, None] * groups + g_G[None, :]
+    words_ptr = codes_ptr.to(tl.pointer_type(tl.int32))
+    word = tl.load(
+        words_ptr + at_OG[:, :, None] * J + tl.arange(0, J)[None, None, :], mask=mask_OG[:, :, None], other=0
+    )
+    scale = block_scale(scales_ptr, nested_ptr, map_ptr, offset_ptr, at_OG, mask_OG, KIND)
+    return word, scale[:, :, None]
+
+
+@triton.jit
 def _halves(x_GJE):
     """Even and odd elements of the last axis."""
     return tl.split(tl.reshape(x_GJE, [x_GJE.shape[0], x_GJE.shape[1], x_GJE.shape[2] // 2, 2]))

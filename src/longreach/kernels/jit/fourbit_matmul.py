@@ -20,18 +20,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..fourbit_matmul import FourBitRows
-from . import launch, padded, parts
-from .fourbit_codes import (
-    MXFP4,
-    NF4_NESTED,
-    NF4_SINGLE,
-    block_scale,
-    code_table,
-    code_tile,
-    decoded,
-    dot8,
-    in_registers,
-)
+from . import padded, parts
+from .early_start import launch, wait_for_inputs
+from .fourbit_codes import MXFP4, NF4_NESTED, NF4_SINGLE, code_table, code_tile, decoded, dot8, in_registers, packed
 
 VECTOR_ROWS = 4
 PROGRAMS = 528  # tiles from which on nothing more is cut
@@ -45,21 +36,21 @@ MOST_SPLITS = 8
 def _vector_tile(
     x_ptr, x_row, codes_ptr, scales_ptr, nested_ptr, map_ptr, offset_ptr, table_ptr, out_ptr, out_row, o_O, rows, width,
     ROWS: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_G: tl.constexpr, J: tl.constexpr, KIND: tl.constexpr,
-    REGISTERS: tl.constexpr,
+    REGISTERS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    words_ptr = codes_ptr.to(tl.pointer_type(tl.int32))
     groups = width // (J * 8)
-    j_J = tl.arange(0, J)
     acc0 = tl.zeros([BLOCK_O, BLOCK_G, J], tl.float32)
     acc1, acc2, acc3 = acc0, acc0, acc0
+    # Weights are fetched one step ahead; the first before the kernel that makes x is done.
+    word, scale = packed(codes_ptr, scales_ptr, nested_ptr, map_ptr, offset_ptr, o_O, rows, 0, groups, BLOCK_G, J, KIND)
+    wait_for_inputs(EARLY)
     for g in range(0, groups, BLOCK_G):
+        next_word, next_scale = packed(
+            codes_ptr, scales_ptr, nested_ptr, map_ptr, offset_ptr, o_O, rows, g + BLOCK_G, groups, BLOCK_G, J, KIND
+        )
         g_G = g + tl.arange(0, BLOCK_G)
-        mask_OG = (o_O < rows)[:, None] & (g_G < groups)[None, :]
-        at_OG = o_O[:, None] * groups + g_G[None, :]
-        word = tl.load(words_ptr + at_OG[:, :, None] * J + j_J[None, None, :], mask=mask_OG[:, :, None], other=0)
-        scale = block_scale(scales_ptr, nested_ptr, map_ptr, offset_ptr, at_OG, mask_OG, KIND)[:, :, None]
-        at_GJ = g_G[:, None] * J + j_J[None, :]
-        mask_GJ = (g_G < groups)[:, None] & (j_J < J)[None, :]
+        at_GJ = g_G[:, None] * J + tl.arange(0, J)[None, :]
+        mask_GJ = (g_G < groups)[:, None] & (tl.arange(0, J) < J)[None, :]
         v0, v1, v2, v3, v4, v5, v6, v7 = decoded(word, table_ptr, KIND, REGISTERS)
         acc0 += dot8(v0, v1, v2, v3, v4, v5, v6, v7, x_ptr, at_GJ, mask_GJ) * scale
         if ROWS > 1:
@@ -68,6 +59,7 @@ def _vector_tile(
             acc2 += dot8(v0, v1, v2, v3, v4, v5, v6, v7, x_ptr + 2 * x_row, at_GJ, mask_GJ) * scale
         if ROWS > 3:
             acc3 += dot8(v0, v1, v2, v3, v4, v5, v6, v7, x_ptr + 3 * x_row, at_GJ, mask_GJ) * scale
+        word, scale = next_word, next_scale
     _put_row(out_ptr + o_O, acc0, o_O < rows)
     if ROWS > 1:
         _put_row(out_ptr + out_row + o_O, acc1, o_O < rows)
@@ -120,7 +112,7 @@ def _vector_kernel(
     table_ptr, a_ptr, out_ptr, rows0, rows1, rows2, rows_a, width, x_row, out_row,
     ROWS: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_G: tl.constexpr, J: tl.constexpr, KIND: tl.constexpr,
     REGISTERS: tl.constexpr,
-    BLOCK_A: tl.constexpr, BLOCK_I: tl.constexpr,
+    BLOCK_A: tl.constexpr, BLOCK_I: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     tiles0 = (rows0 + BLOCK_O - 1) // BLOCK_O
@@ -145,9 +137,10 @@ def _vector_kernel(
             first, rows, column = tile - tiles1, rows2, rows0 + rows1
         _vector_tile(
             x_ptr, x_row, codes_ptr, scales_ptr, nested_ptr, map_ptr, offset_ptr, table_ptr, out_ptr + column, out_row,
-            first * BLOCK_O + tl.arange(0, BLOCK_O), rows, width, ROWS, BLOCK_O, BLOCK_G, J, KIND, REGISTERS,
+            first * BLOCK_O + tl.arange(0, BLOCK_O), rows, width, ROWS, BLOCK_O, BLOCK_G, J, KIND, REGISTERS, EARLY,
         )  # fmt: skip
     else:
+        wait_for_inputs(EARLY)
         _dense_vector_tile(
             x_ptr, x_row, a_ptr, out_ptr + (rows0 + rows1 + rows2), out_row,
             (tile - tiles2) * BLOCK_A + tl.arange(0, BLOCK_A), rows_a, width, ROWS, BLOCK_A, BLOCK_I,
@@ -197,8 +190,9 @@ def _matrix_kernel(
     rows0, rows1, rows2, rows_a, width, x_row, out_row, B, splits,
     BLOCK_B: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_G: tl.constexpr, J: tl.constexpr, KIND: tl.constexpr,
     REGISTERS: tl.constexpr,
-    STAGES: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(EARLY)
     BLOCK_I: tl.constexpr = BLOCK_G * J * 8
     tile = tl.program_id(0) // splits
     part = tl.program_id(0) % splits
