@@ -40,6 +40,9 @@ def plan(
     optimizer: Annotated[
         str, typer.Option(help="adamw, adamw_8bit, paged_adamw_8bit, or a value of `optim`.")
     ] = "adamw",
+    embedding: Annotated[str | None, typer.Option(help="int8: embedding and head in 8 bits.")] = None,
+    release_gradients: Annotated[bool, typer.Option(help="Update each layer inside the backward.")] = False,
+    reference: Annotated[bool, typer.Option(help="A second copy of the model scores completions (KL term).")] = False,
     gpu: Annotated[str | None, typer.Option(help="The card's memory, e.g. 24GB; default: this machine's.")] = None,
     host: Annotated[str | None, typer.Option(help="The host's memory, e.g. 128GB; default: this machine's.")] = None,
     chunk: Annotated[int | None, typer.Option(help="Tokens per chunk; default: planned.")] = None,
@@ -68,6 +71,9 @@ def plan(
             weights=weights,
             lora=lora or None,
             optimizer=optimizer,
+            embedding=embedding,
+            release_gradients=release_gradients,
+            reference=reference,
             gpu_bytes=_bytes("--gpu", gpu),
             host_bytes=_bytes("--host", host),
             chunk=chunk,

@@ -92,8 +92,11 @@ class Plan:
 
     def at(self, context: int) -> Choice | None:
         """What the planner picks at another context; None where nothing fits."""
-        work = self._at(context)
-        return choose(work, self.limits, self.fixed) if self._samples(work) else None
+        return self.alone(context) if self._samples(self._at(context)) else None
+
+    def alone(self, context: int) -> Choice | None:
+        """The same, of the step without regard to sampling."""
+        return choose(self._at(context), self.limits, self.fixed)
 
     def _at(self, context: int | None) -> Work:
         return self.work if context is None else replace(self.work, context=context)
@@ -195,6 +198,9 @@ def plan(
     prompts: int = 1,
     rollout_rows: int | None = None,
     optimizer: str = "adamw",
+    embedding: str | None = None,
+    release_gradients: bool = False,
+    reference: bool = False,
     chunk: int | None = None,
     offload: str | None = None,
     save_attention: bool | None = None,
@@ -219,6 +225,9 @@ def plan(
         rollout_rows: completions sampled at a time between the steps, each prompt's keys and values stored once; None to leave
             sampling out.
         optimizer: a kind of `work.OPTIMIZERS`, or a value of Transformers' `optim`.
+        embedding: "int8" for embedding and head in 8 bits, as for `longreach.load`.
+        release_gradients: each layer is updated inside the backward, as in the trainers' configurations.
+        reference: a second copy of the model scores the completions (KL term without an adapter).
         chunk, offload, save_attention, keep_every: as for `longreach.enable`, to lay them down instead of planning them.
 
     Raises:
@@ -229,7 +238,8 @@ def plan(
     counts = _counts(context=context, completion=completion, group=group, prompts=prompts)
     work = Work(
         shape, counts["context"], counts["completion"], counts["group"], _format(weights), ranks_of(lora, shape),
-        prompts=counts["prompts"], optimizer=_optimizer(optimizer),
+        prompts=counts["prompts"], optimizer=_optimizer(optimizer), eight_bit_tables=_embedding(embedding),
+        released=release_gradients, reference=reference,
     )  # fmt: skip
     sampling = None
     if rollout_rows is not None:
@@ -289,7 +299,7 @@ def _refused_sampling(found: Plan, sampling: Sampling, sampled: Memory) -> str:
     cache = size(sampled.parts["cache of keys and values"])
     text += f"{work.prompt} takes {size(sampled.gpu)}, {cache} of it for keys and values; "
     text += f"it needs a GPU of {enough(card_bytes(sampled))}, not {size(limits.gpu_bytes)}. "
-    fewer = fitting_rows(work, limits, sampling.rows)
+    fewer = fitting_rows(work, limits, sampling.rows, sampling.prompts)
     if fewer is not None:
         return text + f"{fewer.rows} completions at a time would fit."
     longest = found.longest()
@@ -328,6 +338,12 @@ def _format(weights: str) -> str:
     if weights not in FORMATS:
         raise ValueError(f"weights={weights!r}: choose one of {', '.join(map(repr, FORMATS))}")
     return weights
+
+
+def _embedding(name: str | None) -> bool:
+    if name not in (None, "int8"):
+        raise ValueError(f"embedding={name!r}: choose 'int8', or None for the compute dtype")
+    return name == "int8"
 
 
 def _optimizer(name: str) -> str:

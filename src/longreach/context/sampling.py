@@ -74,22 +74,23 @@ def _pages(tokens: int) -> int:
     return -(-tokens // PAGE)
 
 
-def fitting_rows(work: Work, limits: Limits, wanted: int, needed: int | None = None) -> Sampling | None:
-    """The most completions that may be decoded at a time on a card, at most `wanted`; None if not even one prompt's single one.
+def fitting_rows(work: Work, limits: Limits, wanted: int, prompts: int | None = None) -> Sampling | None:
+    """The most completions that may be decoded at a time on a card, at most `wanted`; None if not even a single one.
 
     Args:
         work: the largest prompt and completion, and the group size.
-        needed: bytes of the card that may be used, if not its whole memory.
+        prompts: distinct prompts in all; None for many.
 
     Returns:
-        Rows: `wanted`, or a power of two below it; the prompts that they need at a time.
+        Rows: `wanted`, or that halved until it fits; the prompts that they need at a time.
     """
-    room = limits.gpu_bytes if needed is None else needed
     rows = wanted
-    while rows >= 1:
+    while True:
         # One prompt more than the rows fill: the next is computed while the last completions of another still run.
-        found = Sampling(rows, -(-rows // work.group) + 1)
-        if room is None or card_bytes(sampling_memory(work, found)) <= room:
+        held = -(-rows // work.group) + (work.group > 1)
+        found = Sampling(rows, max(1, min(rows, held, prompts or held)))
+        if limits.gpu_bytes is None or card_bytes(sampling_memory(work, found)) <= limits.gpu_bytes:
             return found
-        rows = 1 << ((rows - 1).bit_length() - 1) if rows > 1 else 0
-    return None
+        if rows == 1:
+            return None
+        rows = (rows + 1) // 2

@@ -26,8 +26,9 @@ def step_table(plan: Plan, contexts: Iterable[int] | None = None) -> Any:
     table = _table(title, ["context"], COLUMNS)
     for context in contexts or _around(work):
         picked = plan.at(context)
-        for choice in _telling(plan.choices(context), picked, plan.limits):
-            fits = choice.fits(plan.limits)
+        alone = picked or plan.alone(context)  # where only sampling does not fit, what the step would take
+        for choice in _telling(plan.choices(context), alone):
+            fits = picked is not None and choice.fits(plan.limits)
             style = "bold" if picked is not None and choice.policy == picked.policy else "" if fits else "dim"
             table.add_row(f"{context:,}", *_cells(choice), style=style)
         table.add_section()
@@ -72,7 +73,7 @@ def _around(work: Work) -> list[int]:
     return sorted({*near, work.context})
 
 
-def _telling(choices: list[Choice], picked: Choice | None, limits: Limits) -> list[Choice]:
+def _telling(choices: list[Choice], picked: Choice | None) -> list[Choice]:
     """Enough of the policies to see why one was picked: the pick, the fastest of each placement before it, and one after."""
     if picked is None:
         return choices[-1:]

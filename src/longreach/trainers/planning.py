@@ -123,7 +123,7 @@ class Planned(Trainer):
         args, work = self.args, plan.work
         asked = args.per_device_train_batch_size * (args.steps_per_generation or 1)
         wanted = min(asked, args.rollout_rows or ROWS[plan.limits.offload])
-        sampling = fitting_rows(work, plan.limits, wanted)
+        sampling = fitting_rows(work, plan.limits, wanted, prompts=-(-asked // work.group))
         if sampling is None:
             if args.on_misfit == "error" and work.shape.exact:
                 one = sampling_memory(work, Sampling(1))
