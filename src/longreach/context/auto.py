@@ -86,11 +86,18 @@ def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
+def _layers(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Parameters of decoder layers."""
+    yield from (p for name, p in model.named_parameters() if ".layers." in f".{name}")
+
+
 def _weights(model: nn.Module) -> str:
     layer = next((p for p in model.parameters() if p.ndim == 1 and p.is_floating_point()), next(model.parameters()))
-    packed = [name for name, p in model.named_parameters() if not p.is_floating_point() and p.ndim > 1]
-    if packed:
-        return "mxfp4" if any("expert" in name for name in packed) else "nf4"
+    forms = {getattr(getattr(module, "format", None), "name", None) for module in model.modules()}
+    if "mxfp4" in forms:
+        return "mxfp4"
+    if any(not p.is_floating_point() and p.ndim > 1 for p in _layers(model)):
+        return "nf4"  # or another form of 4 bits: its bytes are read, and it is dequantized likewise
     return DTYPES.get(layer.element_size(), "bf16")
 
 
