@@ -77,7 +77,7 @@ def load(
         kwargs.setdefault("device_map", {"": place})
     model: Any = origin.load_base(config, **kwargs)
     if weights in WEIGHTS and getattr(model, "is_loaded_in_4bit", False):
-        model = model.dequantize(WEIGHTS[weights])
+        model = model.dequantize(WEIGHTS[weights]).requires_grad_(True)
     check_range(model)
     if embedding is not None:
         store_in_8_bits(model)

@@ -12,6 +12,7 @@ import longreach
 from longreach.context import host_states
 from longreach.context.tree import TokenTree
 from tests.exactness.models import build
+from tests.trainers.tiny import tokenizer
 
 
 def trees(steps):
@@ -166,6 +167,31 @@ def test_frozen_and_unused_parameters():
             (-torch.cat(longreach.token_logprobs(model, tree)).mean()).backward()
             made.step()
             made.zero_grad()
+        results.append(list(model.parameters()))
+    assert all(torch.equal(p, q) for p, q in zip(*results))
+
+
+def test_a_model_in_four_bits_becomes_one_to_train_whole(tmp_path):
+    """gpt-oss from MXFP4, by dequantizing to bf16 while loading."""
+    small = build("gpt_oss", torch.bfloat16, lora=False, spread=0.05, hidden_size=64, intermediate_size=64, head_dim=16)
+    small.save_pretrained(tmp_path / "bf16")
+    tokenizer().save_pretrained(tmp_path / "bf16")
+    packed, _ = longreach.load(str(tmp_path / "bf16"), weights="mxfp4", device="cpu", parity_check=False)
+    packed.save_pretrained(tmp_path / "mxfp4")
+    tokenizer().save_pretrained(tmp_path / "mxfp4")
+    results = []
+    for release in (False, True):
+        model, _ = longreach.load(str(tmp_path / "mxfp4"), weights="bf16", device="cpu", parity_check=False)
+        longreach.enable(model, chunk=8, parity_check=False)
+        start = [p.detach().clone() for p in model.parameters()]
+        assert {p.dtype for p in model.parameters()} == {torch.bfloat16} and not model.is_loaded_in_4bit
+        made = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        made = longreach.release_gradients(model, made) if release else made
+        for tree in trees(2):
+            (-torch.cat(longreach.token_logprobs(model, tree)).mean()).backward()
+            made.step()
+            made.zero_grad()
+        assert all(not torch.equal(p, q) for p, q in zip(start, model.parameters()))
         results.append(list(model.parameters()))
     assert all(torch.equal(p, q) for p, q in zip(*results))
 

@@ -71,7 +71,7 @@ def release_gradients(
     if engine is None:
         raise ValueError("release_gradients: the model is not enabled; call longreach.enable(model) first")
     names = {p: name for name, p in model.named_parameters()}
-    given = [p for group in optimizer.param_groups for p in group["params"]]
+    given = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     strangers = sum(p not in names for p in given)
     if strangers:
         raise ValueError(
