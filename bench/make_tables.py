@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from bench.kernel_tables import attention, kernels
+from bench.kernel_tables import attention, decode_kernels, kernels
 from bench.markdown import table
 
 from bench import plots
@@ -78,6 +78,7 @@ def page(results: Path) -> str:
         parts += [STEP, "", _provenance(records), ""]
     parts += sequences(records) + groups(records) + everyday(records) + planner(_read(results / "planner.json"))
     parts += attention(_read(results / "attention.json")) + kernels(_read(results / "kernels.json"))
+    parts += decode_kernels(_read(results / "decode_kernels.json"))
     return "\n".join(parts).rstrip() + "\n"
 
 
