@@ -42,10 +42,12 @@ class _Section(BaseModel):
 
 
 class ModelSection(_Section):
-    """``name_or_path``: a folder, a Hub id, or "zoo" for the embedded model. ``weights``: storage, None as stored."""
+    """``name_or_path``: a folder, a Hub id, or "zoo" for the embedded model. ``weights``: storage, None as stored.
+    ``embedding``: "int8" for embedding and head in 8 bits."""
 
     name_or_path: str = Field(min_length=1)
-    weights: Literal["bf16", "fp16", "fp32"] | None = None
+    weights: Literal["bf16", "fp16", "fp32", "nf4", "mxfp4"] | None = None
+    embedding: Literal["int8"] | None = None
 
 
 class DataSection(_Section):

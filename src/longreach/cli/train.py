@@ -231,11 +231,12 @@ def _trainer(job: Job, recorder: Any) -> Any:
 
     model: Any = job.model
     common: dict[str, Any] = {}
-    if job.file.model.weights is not None:
+    if job.file.model.weights is not None or job.file.model.embedding is not None:
         # The trainer checks the engine, once the adapter is on and if the config asks for it.
         model, tokenizer = load(
             job.model,
             weights=job.file.model.weights,
+            embedding=job.file.model.embedding,
             max_length=job.arguments.max_length,
             device=job.arguments.device,
             parity_check=False,
