@@ -180,6 +180,24 @@ def test_the_plan_halves_the_batch_until_it_fits():
         generate(model, prompts_of(), sampling=GREEDY, options=RolloutOptions(kv_bytes=1000))
 
 
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "gpt_oss"])
+def test_long_prompts_keys_can_wait_on_the_host(name):
+    model = build(name, torch.float32, lora=True).eval()
+    options = RolloutOptions(rows=3, page=16, prompt_keys="host")
+    got = generate(model, prompts_of(), sampling=GREEDY, group=2, options=options)
+    assert rollout_engine(model).state.pool.host.host_bytes > 0
+    assert [c.ids for c in got] == [ids for p in prompts_of() for ids in [stock_greedy(model, p)] * 2]
+
+
+def test_prompts_go_to_the_host_when_one_would_not_fit():
+    model = build("qwen3", torch.float32, lora=False).eval()
+    prompts = prompts_of((400,))
+    want = generate(model, prompts, sampling=GREEDY, options=RolloutOptions(page=16))
+    room = rollout_engine(model).state.pool.nbytes
+    got = generate(model, prompts, sampling=GREEDY, options=RolloutOptions(page=16, kv_bytes=int(room * 0.7)))
+    assert rollout_engine(model).state.limits.host_prompts and got == want
+
+
 def test_thousands_of_requests_through_a_tiny_model():
     model = tiny.model(hidden_size=16, intermediate_size=16, num_hidden_layers=1, head_dim=8)
     draw = torch.Generator().manual_seed(0)

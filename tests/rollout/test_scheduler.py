@@ -14,9 +14,11 @@ KINDS = (None, 48)
 PARAMS = {new: SamplingParams(max_new_tokens=new) for new in range(1, 65)}
 
 
-def scheduler(rows=8, prompt=200, new=64, prompts=4, members=3, share=True):
-    limits = Limits(rows, prompt, new, prompts, page=16, members=members)
-    return Scheduler(limits, {kind: PageAllocator(limits.pages(kind)) for kind in KINDS}, share=share, prefill=256)
+def scheduler(rows=8, prompt=200, new=64, prompts=4, members=3, share=True, host=False):
+    limits = Limits(rows, prompt, new, prompts, page=16, members=members, host_prompts=host)
+    own = {kind: PageAllocator(limits.pages(kind)) for kind in KINDS}
+    apart = {k: PageAllocator(limits.prompt_pages(k)) if limits.apart(k) else own[k] for k in KINDS}
+    return Scheduler(limits, own, apart, share=share, prefill=256)
 
 
 def request(number, prompt=(1, 2, 3), new=8):
@@ -25,10 +27,13 @@ def request(number, prompt=(1, 2, 3), new=8):
 
 def check(s):
     """Every page is where exactly one prompt or request says, every row and entry is consistent."""
+    held = {}
     for kind, pool in s.pages.items():
-        held = [p for prompt in s.prompts.values() for p in (prompt.pages or {}).get(kind, [])]
-        held += [p for r in s.active for p in r.pages[kind]]
-        assert len(held) == len(set(held)) == pool.pages - pool.free
+        shared = held.setdefault(id(s.prompt_pages[kind]), (s.prompt_pages[kind], []))[1]
+        shared += [p for prompt in s.prompts.values() for p in (prompt.pages or {}).get(kind, [])]
+        held.setdefault(id(pool), (pool, []))[1].extend(p for r in s.active for p in r.pages[kind])
+    for pool, pages in held.values():
+        assert len(pages) == len(set(pages)) == pool.pages - pool.free
     for row, r in enumerate(s.rows):
         assert r is None or r.row == row
     for i, e in enumerate(s.entries):
@@ -39,9 +44,9 @@ def check(s):
         assert (r.entry is None) == (len(r.prompt) == 1)
 
 
-def stress(total, seed, share=True):
+def stress(total, seed, **how):
     draw = random.Random(seed)
-    s = scheduler(share=share)
+    s = scheduler(**how)
     waiting = []
     for number in range(total):
         length = draw.choice((1, 2, 17, 33, draw.randrange(1, 200)))
@@ -76,13 +81,14 @@ def stress(total, seed, share=True):
         assert s.active or not s.order or waiting  # never stuck
     assert sorted(ended) == list(range(total))
     assert all(r.finish_reason in ("length", "cancelled") and r.row == -1 for r in everyone)
-    assert not s.prompts and all(pool.free == pool.pages for pool in s.pages.values())
+    pools = (*s.pages.values(), *s.prompt_pages.values())
+    assert not s.prompts and all(pool.free == pool.pages for pool in pools)
     assert s.extent == 0
 
 
-@pytest.mark.parametrize("share", [True, False])
-def test_thousands_of_requests(share):
-    stress(4000, seed=1, share=share)
+@pytest.mark.parametrize("how", [{}, {"share": False}, {"host": True}])
+def test_thousands_of_requests(how):
+    stress(4000, seed=1, **how)
 
 
 @pytest.mark.slow

@@ -9,11 +9,16 @@ Shape suffixes: N pages, P tokens of a page, K key/value heads, D and W head siz
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from .host_prompts import HostPrompts
 
 Kind = int | None  # the window of a layer, None for full attention
 
@@ -52,6 +57,7 @@ class Limits:
         prompts: distinct prompts held at a time.
         page: tokens of a page.
         members: completions of one prompt that share one read of its keys.
+        host_prompts: prompts' keys of layers with full attention lie in host memory.
     """
 
     rows: int
@@ -60,6 +66,7 @@ class Limits:
     prompts: int
     page: int = 64
     members: int = 16
+    host_prompts: bool = False
 
     def __post_init__(self) -> None:
         for name in ("rows", "prompt", "new", "prompts", "page", "members"):
@@ -86,13 +93,29 @@ class Limits:
         """Numbers of the pages of a prompt's keys that a layer of this kind keeps."""
         return range(max(0, prompt - kind) // self.page if kind is not None else 0, pages_of(prompt - 1, self.page))
 
+    def apart(self, kind: Kind) -> bool:
+        """Whether prompts of this kind of layer have a pool of their own, on the host."""
+        return self.host_prompts and kind is None
+
+    def prompt_pages(self, kind: Kind) -> int:
+        """Pages of all prompts at their longest."""
+        most = max(len(self.prefix_pages(kind, n)) for n in (self.prompt, max(1, self.prompt - self.page)))
+        return self.prompts * (most + (kind is not None))
+
     def pages(self, kind: Kind) -> int:
-        """Size of the pool: every row at its longest, and every prompt."""
-        prefix = max(len(self.prefix_pages(kind, n)) for n in (self.prompt, max(1, self.prompt - self.page)))
-        return self.rows * self.own_pages(kind, self.new) + self.prompts * (prefix + (kind is not None))
+        """Size of the device's pool: every row at its longest, and every prompt that is not on the host."""
+        return self.rows * self.own_pages(kind, self.new) + (0 if self.apart(kind) else self.prompt_pages(kind))
 
     def pool_bytes(self, layers: Sequence[LayerCache]) -> int:
-        return sum(self.pages(layer.window) * self.page * layer.token_bytes for layer in layers)
+        """Bytes of keys and values on the device."""
+        total = sum(self.pages(layer.window) * self.page * layer.token_bytes for layer in layers)
+        staged = [layer.token_bytes for layer in layers if self.apart(layer.window)][:2]  # two layers' prompts
+        return total + self.prompt_pages(None) * self.page * sum(staged)
+
+    def host_bytes(self, layers: Sequence[LayerCache]) -> int:
+        """Bytes of keys and values on the host."""
+        each = sum(layer.token_bytes for layer in layers if self.apart(layer.window))
+        return self.prompt_pages(None) * self.page * each
 
 
 def pages_of(tokens: int, page: int) -> int:
@@ -145,9 +168,34 @@ class PagePool:
 
         self.k = [pages(layer, layer.key_dim) for layer in self.layers]
         self.v = [pages(layer, layer.value_dim) for layer in self.layers]
+        self.host: HostPrompts | None = None
+        if limits.host_prompts and None in self.kinds:
+            from .host_prompts import HostPrompts
 
-    def allocators(self) -> dict[Kind, PageAllocator]:
-        return {kind: PageAllocator(count) for kind, count in self.pages.items()}
+            self.host = HostPrompts(self.layers, limits, device)
+
+    def allocators(self) -> tuple[dict[Kind, PageAllocator], dict[Kind, PageAllocator]]:
+        """Free pages by kind of layer, for rows and for prompts: the same ones unless prompts lie apart."""
+        own = {kind: PageAllocator(count) for kind, count in self.pages.items()}
+        apart = self.limits.apart
+        return own, {k: PageAllocator(self.limits.prompt_pages(k)) if apart(k) else pool for k, pool in own.items()}
+
+    def write_prompt(self, layer: int, at: tuple[Tensor, Tensor], k: Tensor, v: Tensor) -> None:
+        """A prompt's keys [C, K, D] and values to pages and offsets [C] of a layer."""
+        if self.host is not None and self.host.k[layer] is not None:
+            self.host.write(layer, at, k, v)
+        else:
+            self.k[layer][at] = k
+            self.v[layer][at] = v
+
+    @contextlib.contextmanager
+    def prompts_of(self, layer: int) -> Iterator[tuple[Tensor | None, Tensor | None]]:
+        """Around a layer's attention: the prompts' pages where they are not among the layer's own."""
+        if self.host is None or self.host.k[layer] is None:
+            yield None, None
+            return
+        yield self.host.open(layer)
+        self.host.close(layer)
 
     def idle_page(self, kind: Kind) -> int:
         """Where rows without a completion write."""

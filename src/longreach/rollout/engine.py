@@ -173,7 +173,7 @@ class _Run:
         options = owner.options
         self.scheduler = Scheduler(
             state.limits,
-            state.pool.allocators(),
+            *state.pool.allocators(),
             share=options.share_prompts,
             prefill=1 if options.batch_invariant else PREFILL[self.cuda],
         )

@@ -176,7 +176,11 @@ class FusedStep:
             k_pages=k_pages, v_pages=v_pages, own_pages_BN=state.own_pages[layer.window][:rows],
             own_length_B=state.own_length_S[:rows],
         )  # fmt: skip
-        a_BHD = decode_attention(q_BHD, k_pages, v_pages, plan, scale=form.scale, sinks_H=form.sinks)
+        with pool.prompts_of(index) as (prompt_k, prompt_v):
+            a_BHD = decode_attention(
+                q_BHD, k_pages, v_pages, plan, scale=form.scale, sinks_H=form.sinks, prefix_k_pages=prompt_k,
+                prefix_v_pages=prompt_v,
+            )  # fmt: skip
         x_BM = self._join(h_BM, layer.out, layer.out(a_BHD.flatten(1)), layer.norm_mlp, form, 0)
         if layer.experts is not None:
             return self._join(h_BM, None, layer.experts(x_BM), after, form, 1)

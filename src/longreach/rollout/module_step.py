@@ -76,21 +76,17 @@ def step_attention(
         heads = k_BKD.shape[1]
         step.layers.append(LayerCache(heads, k_BKD.shape[-1], v_BKW.shape[-1], k_BKD.dtype, sliding_window))
         return v_BKW.repeat_interleave(q_BHD.shape[1] // heads, 1)[None], None
-    pool = step.state.pool
-    k_pages, v_pages, kind = pool.k[step.layer], pool.v[step.layer], pool.layers[step.layer].window
+    pool, layer = step.state.pool, step.layer
+    k_pages, v_pages, kind = pool.k[layer], pool.v[layer], pool.layers[layer].window
     step.layer += 1
     at = (step.page_B[kind], step.offset_B)
     k_pages[at] = k_BKD
     v_pages[at] = v_BKW
-    out_BHW = decode_attention(
-        q_BHD,
-        k_pages,
-        v_pages,
-        step.plans[kind],
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        softcap=softcap,
-        sinks_H=s_aux,
-    )
+    with pool.prompts_of(layer) as (prompt_k, prompt_v):
+        out_BHW = decode_attention(
+            q_BHD, k_pages, v_pages, step.plans[kind], scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+            softcap=softcap, sinks_H=s_aux, prefix_k_pages=prompt_k, prefix_v_pages=prompt_v,
+        )  # fmt: skip
     return out_BHW[None], None
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import psutil
 import torch
 from torch import nn
 
+from ..context.limits import host_total, this_machine
 from .cache import LayerCache, Limits
 
 KV_SHARE = (0.25, 0.5)  # of what a CPU's memory, or a card beside the weights, holds: bytes for keys and values
@@ -75,9 +75,10 @@ class Demand:
 def device_budget(model: nn.Module, device: torch.device) -> int:
     """Bytes that keys and values may take: a fixed share of the machine."""
     if device.type != "cuda":
-        return int(KV_SHARE[0] * psutil.virtual_memory().total)
-    weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    return int(KV_SHARE[1] * (torch.cuda.get_device_properties(device).total_memory - weights))
+        return int(KV_SHARE[0] * host_total())
+    card = this_machine(str(device)).gpu_bytes
+    assert card is not None
+    return int(KV_SHARE[1] * (card - sum(p.numel() * p.element_size() for p in model.parameters())))
 
 
 def limits_for(
@@ -90,21 +91,36 @@ def limits_for(
     """
     rows = min(demand.requests, options.rows or ROWS[cuda])
     page = options.page or PAGE[cuda]
-    roomy = _limits(replace(demand, prompt=_rounded(demand.prompt), new=_rounded(demand.new)), options, rows, page)
-    if roomy.pool_bytes(layers) <= budget:
+    host = options.prompt_keys == "host"
+    roomy = _limits(
+        replace(demand, prompt=_rounded(demand.prompt), new=_rounded(demand.new)), options, rows, page, host
+    )
+    if roomy.pool_bytes(layers) <= budget and roomy.host_bytes(layers) <= _host_budget():
         return roomy  # the next call's slightly longer prompts will fit too
-    while True:
-        limits = _limits(demand, options, rows, page)
-        need = limits.pool_bytes(layers)
-        if need <= budget:
+    places = {"auto": (False, True), "device": (False,), "host": (True,)}[options.prompt_keys]
+    tried = [_largest(demand, options, layers, budget, rows, page, place) for place in places]
+    for limits in tried:
+        if limits.pool_bytes(layers) <= budget and limits.host_bytes(layers) <= _host_budget():
             return limits
-        if rows == 1:
-            raise ValueError(
-                f"one completion of {demand.new:,} tokens on a prompt of {demand.prompt:,} needs {need / 2**30:.2f} GiB of keys "
-                f"and values, more than kv_bytes={budget:,} ({budget / 2**30:.2f} GiB); shorten them, raise kv_bytes, or keep "
-                "prompts' keys on the host (prompt_keys='host')"
-            )
+    need, host_need = tried[-1].pool_bytes(layers), tried[-1].host_bytes(layers)
+    raise ValueError(
+        f"one completion of {demand.new:,} tokens on a prompt of {demand.prompt:,} needs {need / 2**30:.2f} GiB of keys and "
+        f"values on the device and {host_need / 2**30:.2f} GiB on the host (prompt_keys={options.prompt_keys!r}), more than "
+        f"kv_bytes={budget:,} ({budget / 2**30:.2f} GiB) or half of the host's memory; shorten them or raise kv_bytes"
+    )
+
+
+def _largest(
+    demand: Demand, options: RolloutOptions, layers: Sequence[LayerCache], budget: int, rows: int, page: int, host: bool
+) -> Limits:
+    """Rows halved until keys and values fit, or one row."""
+    while (limits := _limits(demand, options, rows, page, host)).pool_bytes(layers) > budget and rows > 1:
         rows = (rows + 1) // 2
+    return limits
+
+
+def _host_budget() -> int:
+    return host_total() // 2
 
 
 def _rounded(tokens: int) -> int:
@@ -113,7 +129,7 @@ def _rounded(tokens: int) -> int:
     return -(-max(tokens, 64) // step) * step
 
 
-def _limits(demand: Demand, options: RolloutOptions, rows: int, page: int) -> Limits:
+def _limits(demand: Demand, options: RolloutOptions, rows: int, page: int, host: bool) -> Limits:
     group = demand.group if options.share_prompts else 1
     # One prompt more than rows / group: groups that end and begin overlap.
     prompts = min(
@@ -122,4 +138,4 @@ def _limits(demand: Demand, options: RolloutOptions, rows: int, page: int) -> Li
     members = 1
     while members < min(group, MEMBERS):
         members *= 2
-    return Limits(rows, demand.prompt, demand.new, max(1, prompts), page, members)
+    return Limits(rows, demand.prompt, demand.new, max(1, prompts), page, members, host)

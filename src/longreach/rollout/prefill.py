@@ -52,8 +52,7 @@ class PagedKeys(KeyValues):
         at = (pages[first:last], offsets[first:last])
         whole = last - first == len(k_CKD)
         rows = slice(None) if whole else (tokens[first:last] - start).to(k_CKD.device)
-        self.pool.k[self.layer][at] = k_CKD[rows]
-        self.pool.v[self.layer][at] = v_CKW[rows]
+        self.pool.write_prompt(self.layer, at, k_CKD[rows], v_CKW[rows])
 
 
 def _places(

@@ -81,14 +81,22 @@ class Scheduler:
     Args:
         limits: sizes.
         pages: free pages by kind of layer.
+        prompt_pages: those of prompts, where they are others.
         share: store equal prompts once; False computes and stores them once per request (for comparison).
         prefill: tokens of prompts admitted at a time; a longer prompt comes alone.
     """
 
     def __init__(
-        self, limits: Limits, pages: dict[Kind, PageAllocator], *, share: bool = True, prefill: int = 32768
+        self,
+        limits: Limits,
+        pages: dict[Kind, PageAllocator],
+        prompt_pages: dict[Kind, PageAllocator] | None = None,
+        *,
+        share: bool = True,
+        prefill: int = 32768,
     ) -> None:
         self.limits, self.pages, self.share, self.prefill = limits, pages, share, prefill
+        self.prompt_pages = pages if prompt_pages is None else prompt_pages
         self.prompts: dict[tuple[object, ...], Prompt] = {}
         self.order: deque[Prompt] = deque()  # prompts with waiting requests
         self.rows: list[Request | None] = [None] * limits.rows
@@ -133,10 +141,12 @@ class Scheduler:
                 f"request {request.number}: max_new_tokens={new}; this engine was planned for {limits.new}"
             )
         for kind, pool in self.pages.items():
-            needed = len(limits.prefix_pages(kind, length)) + limits.own_pages(kind, new)
-            if needed > pool.pages:
+            own, shared = limits.own_pages(kind, new), len(limits.prefix_pages(kind, length))
+            apart = self.prompt_pages[kind] is not pool
+            if shared > self.prompt_pages[kind].pages or own + (0 if apart else shared) > pool.pages:
                 raise ValueError(
-                    f"request {request.number} needs {needed} pages of keys and values; the pool has {pool.pages}"
+                    f"request {request.number} needs {own} pages of keys and values and its prompt {shared}; the pool has "
+                    f"{pool.pages}"
                 )
 
     def admit(self) -> Admission:
@@ -165,10 +175,11 @@ class Scheduler:
     def _store(self, prompt: Prompt, first: Request) -> bool:
         """Pages for a prompt, if there are enough for it and its first request."""
         wanted = {kind: len(self.limits.prefix_pages(kind, len(prompt.ids))) for kind in self.pages}
-        for kind, pool in self.pages.items():
-            if pool.free < wanted[kind] + self.limits.own_pages(kind, first.params.max_new_tokens):
+        for kind, pool in self.prompt_pages.items():
+            own = self.limits.own_pages(kind, first.params.max_new_tokens)
+            if self.pages[kind].free < own or pool.free < wanted[kind] + (own if pool is self.pages[kind] else 0):
                 return False
-        prompt.pages = {kind: pool.take(wanted[kind]) or [] for kind, pool in self.pages.items()}
+        prompt.pages = {kind: pool.take(wanted[kind]) or [] for kind, pool in self.prompt_pages.items()}
         return True
 
     def _start(self, prompt: Prompt, request: Request) -> bool:
@@ -204,12 +215,12 @@ class Scheduler:
         else:
             self.rows[row] = None
             heapq.heappush(self._free_rows, row)
-            self._give(request.pages)
+            self._give(self.pages, request.pages)
             prompt.active -= 1
             self._leave(request)
         request.row, request.pages, request.entry = -1, {}, None
         if not prompt.active and not prompt.waiting:
-            self._give(prompt.pages or {})
+            self._give(self.prompt_pages, prompt.pages or {})
             del self.prompts[prompt.key]
         return row
 
@@ -224,9 +235,10 @@ class Scheduler:
             self.entries[entry.index] = None
             heapq.heappush(self._free_entries, entry.index)
 
-    def _give(self, pages: dict[Kind, list[int]]) -> None:
+    @staticmethod
+    def _give(pools: dict[Kind, PageAllocator], pages: dict[Kind, list[int]]) -> None:
         for kind, numbers in pages.items():
-            self.pages[kind].give(numbers)
+            pools[kind].give(numbers)
 
     def compact(self) -> list[tuple[int, int]]:
         """Move requests from the highest rows into holes below: (from, to) in the order to carry out. Entries likewise."""
