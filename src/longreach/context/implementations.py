@@ -8,7 +8,7 @@ the right outputs and no gradient for the sinks.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,8 +61,8 @@ class Finding:
         return f"right, forward and backward (largest relative error {max(self.errors.values()):.0e})"
 
 
-def check_implementations(device: torch.device, dtype: torch.dtype | None = None) -> list[Finding]:
-    """All that are registered here, ours first.
+def check_implementations(device: torch.device, dtype: torch.dtype | None = None) -> Iterator[Finding]:
+    """All that are registered here, ours first, one after the other: some compile for a while.
 
     Args:
         device: where they run.
@@ -74,7 +74,8 @@ def check_implementations(device: torch.device, dtype: torch.dtype | None = None
     registered = [name for name in ALL_ATTENTION_FUNCTIONS.valid_keys() if "|" not in name]  # paged ones only generate
     names = [ATTENTION, "eager", *sorted({*registered} - {ATTENTION, "eager"})]
     exact = {window: _run("eager", window, device, torch.float64) for window in (None, WINDOW)}
-    return [_check(name, exact, device, dtype) for name in names]
+    for name in names:
+        yield _check(name, exact, device, dtype)
 
 
 def _check(name: str, exact: dict[Any, dict[str, Tensor]], device: torch.device, dtype: torch.dtype) -> Finding:
