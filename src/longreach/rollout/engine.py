@@ -120,6 +120,7 @@ class RolloutEngine:
         if setting != self.setting:  # moved, cast, or under another autocast
             self.state = self.step = self.graphs = None
             self.device, self.layers, self.setting = setting[0], probe(self.model, self.engine), setting
+        assert self.layers is not None
         if self.state is None or not self._fits(self.state.limits, demand):
             self.state = self.step = self.graphs = None  # before the new one is made
             limits = self._limits(demand)

@@ -108,7 +108,10 @@ class FusedStep:
         return cls(engine, state, forms, dtype) if fit else None  # type: ignore[arg-type]
 
     def _held(self) -> list[JoinedLinears | _Norm]:
-        return [self.norm, *(held for layer in self.layers for held in (*layer.groups, *layer.norms))]
+        held: list[JoinedLinears | _Norm] = [self.norm]
+        for layer in self.layers:
+            held += [*layer.groups, *layer.norms]
+        return held
 
     def current(self) -> bool:
         """Whether the model's tensors still are those that this step was made from."""

@@ -58,7 +58,8 @@ class Rollouts(TreeLoss):
                     "completions; set it to False (TRL's vllm_importance_sampling_correction is for vLLM)"
                 )
             # TRL corrects where it believes that vLLM has sampled; the log-probs are ours
-            self.use_vllm, self.vllm_mode, self.vllm_generation = True, "engine", _SameWeights()
+            self.use_vllm, self.vllm_mode = True, "engine"
+            self.vllm_generation: Any = _SameWeights()
             self._last_loaded_step = self.state.global_step
 
     def _best(self, args: GRPOConfig) -> str:
