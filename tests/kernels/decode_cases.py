@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from longreach.kernels.decode_attention import DecodePlan, decode_attention
-from longreach.kernels.decode_experts import decode_experts
+from longreach.kernels.decode_experts import choose_experts, decode_experts
 from longreach.kernels.decode_ops import decode_add_norm, decode_qkv, decode_sample, decode_swiglu
 from longreach.kernels.fourbit_matmul import FourBitRows, fourbit_matmul
 
@@ -307,8 +307,22 @@ def experts(B: int, k: int, E: int, M: int, F: int, *, bias: bool = True, one: i
     return run
 
 
+def choice(B: int, E: int, k: int) -> Case:
+    """Coarse logits, so that many are equal."""
+
+    def run(device: str, dtype: torch.dtype) -> list[Tensor]:
+        logits = (Maker(device, dtype)(B, E + 1, scale=2.0)[:, :E] * 4).round() / 4
+        expert, weight = choose_experts(logits, k)
+        assert expert.dtype == torch.int64
+        return [expert.to(weight.dtype), weight]
+
+    return run
+
+
 def small_experts() -> dict[str, Case]:
     return {
+        "choice": choice(5, 32, 4),
+        "choice-odd": choice(3, 9, 3),
         "experts-one-token": experts(1, 2, 5, 64, 96),
         "experts-two-tokens": experts(2, 4, 8, 96, 32, bias=False),
         "experts-crowded": experts(21, 2, 6, 64, 96, one=3),

@@ -76,3 +76,21 @@ def decode_experts(
         x_BM, expert_Bk, weight_Bk, (gate_up_codes, gate_up_scales, gate_up_bias), (down_codes, down_scales, down_bias),
         alpha, limit,
     )  # fmt: skip
+
+
+def choose_experts(logits_BE: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k experts with the largest logits, largest first (of equal ones the first), and the softmax over these.
+
+    Args:
+        logits_BE: any float dtype, any stride along B; no NaN.
+        k: at most E.
+
+    Returns:
+        expert [B, k] int64; weight [B, k] in the logits' dtype.
+    """
+    if logits_BE.dim() != 2 or not 1 <= k <= logits_BE.shape[1]:
+        raise ValueError(
+            f"choose_experts: k={k}, logits of shape {tuple(logits_BE.shape)}; expected [tokens, experts] and k in [1, E]"
+        )
+    check_rows("choose_experts", logits=logits_BE)
+    return implementation(logits_BE, "decode_experts", decode_reference).choose_experts(logits_BE, k)

@@ -221,3 +221,8 @@ def _expert_product(x: Tensor, e: int, weight: ExpertWeight) -> Tensor:
     out = torch.empty(codes.shape[1], x.shape[1], dtype=x.dtype, device=x.device)
     y = x @ reference.dequantize_mxfp4(codes[e], scales[e], out).t()
     return y if bias is None else y + bias[e].to(y.dtype)
+
+
+def choose_experts(logits_BE: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    sorted_BE, order_BE = torch.sort(logits_BE, dim=-1, descending=True, stable=True)
+    return order_BE[:, :k].contiguous(), torch.softmax(wide(sorted_BE[:, :k]), -1).to(logits_BE.dtype)

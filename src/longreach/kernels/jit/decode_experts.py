@@ -197,6 +197,31 @@ def _sum_kernel(y_ptr, out_ptr, k, M, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     tl.store(out_ptr + token * M + m_M, acc.to(out_ptr.dtype.element_ty), mask=m_M < M)
 
 
+# --- choosing -----------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _choose_kernel(
+    logits_ptr, expert_ptr, weight_ptr, k, E, logits_row, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
+    wait_for_inputs(EARLY)
+    token = tl.program_id(0).to(tl.int64)
+    e_E = tl.arange(0, BLOCK_E)
+    k_K = tl.arange(0, BLOCK_K)
+    logit_E = tl.load(logits_ptr + token * logits_row + e_E, mask=e_E < E, other=float("-inf")).to(tl.float32)
+    left_E = (e_E < E).to(tl.int32)
+    best_K = tl.full([BLOCK_K], float("-inf"), tl.float32)
+    for number in range(k):
+        top = tl.max(tl.where(left_E > 0, logit_E, float("-inf")), 0)
+        expert = tl.min(tl.where((left_E > 0) & (logit_E == top), e_E, BLOCK_E), 0)
+        left_E = tl.where(e_E == expert, 0, left_E)
+        best_K = tl.where(k_K == number, top, best_K)
+        tl.store(expert_ptr + token * k + number, expert.to(tl.int64))
+    share_K = tl.exp(best_K - tl.max(best_K, 0))
+    share_K = share_K / tl.sum(share_K, 0)
+    tl.store(weight_ptr + token * k + k_K, share_K.to(weight_ptr.dtype.element_ty), mask=k_K < k)
+
+
 # --- launching ----------------------------------------------------------------------------------------------------
 
 
@@ -276,3 +301,14 @@ def _tiles(x_BM, expert_Bk, weight_Bk, gate_up, down, alpha, limit, table, regis
 def _tile_sizes(dtype: torch.dtype) -> dict[str, int]:
     wide = dtype == torch.float32
     return {"BLOCK_O": 64, "BLOCK_G": 2 if wide else 4, "STAGES": 1 if wide else 3, "num_warps": 4}
+
+
+def choose_experts(logits_BE: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    B, E = logits_BE.shape
+    expert_Bk = torch.empty(B, k, dtype=torch.int64, device=logits_BE.device)
+    weight_Bk = torch.empty(B, k, dtype=logits_BE.dtype, device=logits_BE.device)
+    launch(
+        _choose_kernel, (B,), logits_BE, expert_Bk, weight_Bk, k, E, logits_BE.stride(0),
+        BLOCK_E=padded(E), BLOCK_K=padded(k), num_warps=1,
+    )  # fmt: skip
+    return expert_Bk, weight_Bk
