@@ -140,7 +140,7 @@ def tokenizer_for(name: str) -> Any:
     return made
 
 
-def build(name: str, folder: Path, *, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Path:
+def build(name: str, folder: Path, *, dtype: torch.dtype = torch.bfloat16, seed: int = 0, **changes: Any) -> Path:
     """Save a tiny base model with random weights (rounded to `dtype`, norms and biases not trivial) and its tokenizer."""
     torch.manual_seed(seed)
     tokenizer = tokenizer_for(name)
@@ -149,6 +149,8 @@ def build(name: str, folder: Path, *, dtype: torch.dtype = torch.bfloat16, seed:
         stops.append(tokenizer.convert_tokens_to_ids("<end_of_turn>"))
     ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": stops[0], "pad_token_id": tokenizer.pad_token_id}
     config = CONFIGS[name](vocab_size=len(tokenizer), **ids)
+    if changes:
+        config = type(config)(**{**config.to_dict(), "layer_types": None, **changes})
     model: Any = T.AutoModelForCausalLM.from_config(config)
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
