@@ -24,6 +24,7 @@ import longreach
 from bench import measure, models
 from longreach.context.install import engine_of
 from longreach.quant import MXFP4
+from longreach.quant.embedding import store_in_8_bits
 from longreach.quant.experts import FourBitExperts, is_experts
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -36,6 +37,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.set_defaults(model="gpt-oss-20b", layers=24, out=measure.RESULTS / "gpt_oss.json", repeats=1)
     parser.add_argument("--weights", default="bf16", choices=("bf16", "mxfp4"))
     parser.add_argument("--rank", type=int, default=models.RANK, help="of all adapters (default: 32)")
+    parser.add_argument("--embedding", default=None, choices=("int8",), help="embedding and head in 8 bits")
     parser.add_argument("--chunk", type=int, default=None)
     parser.add_argument("--offload", default="auto")
     parser.add_argument("--save-attention", action="store_true")
@@ -45,7 +47,10 @@ def main(argv: list[str] | None = None) -> None:
     if options.tiny:
         options.layers = 2
         options.stock_lengths = [n // 64 for n in options.stock_lengths]
-    model = adapt(build(options, max([*options.lengths, *options.stock_lengths, 1024])), options.rank)
+    model = build(options, max([*options.lengths, *options.stock_lengths, 1024]))
+    if options.embedding:
+        store_in_8_bits(model)
+    model = adapt(model, options.rank)
     bench = Bench(options, model)
     for length in options.lengths:
         bench.ours(length)
@@ -172,7 +177,7 @@ class Bench:
     def note(self, engine: str, context: int, found: dict[str, Any], **more: Any) -> None:
         options = self.options
         entry = {
-            "engine": engine, "case": f"{options.weights} r={options.rank}", "model": "gpt-oss-20b",
+            "engine": engine, "case": f"{options.weights} r={options.rank}" + (" int8 embedding" if options.embedding else ""), "model": "gpt-oss-20b",
             "layers": options.layers, "dtype": "bf16", "context": context, "completion": self.completion(context), "group": 1,
             "prompts": 1, "trained_parameters": sum(p.numel() for p in self.model.parameters() if p.requires_grad),
             **more, **found,
