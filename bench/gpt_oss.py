@@ -176,8 +176,9 @@ class Bench:
 
     def note(self, engine: str, context: int, found: dict[str, Any], **more: Any) -> None:
         options = self.options
+        case = f"{options.weights} r={options.rank}" + (" int8 embedding" if options.embedding else "")
         entry = {
-            "engine": engine, "case": f"{options.weights} r={options.rank}" + (" int8 embedding" if options.embedding else ""), "model": "gpt-oss-20b",
+            "engine": engine, "case": case, "model": "gpt-oss-20b",
             "layers": options.layers, "dtype": "bf16", "context": context, "completion": self.completion(context), "group": 1,
             "prompts": 1, "trained_parameters": sum(p.numel() for p in self.model.parameters() if p.requires_grad),
             **more, **found,
