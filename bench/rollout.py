@@ -7,8 +7,8 @@
     python -m bench.rollout --layers 9 --prefix 131072
     python -m bench.rollout --device cpu --tiny          # tests the script
 
-Weights are random, of the real shapes, bf16 unless said otherwise, LoRA r=32 attached. Prompts of 1,024 tokens, groups of up to 8,
-and completions of 1,024 that end only there. Decode tokens per second are those between a short and a full run of the same
+Weights are random, of the real shapes, bf16 unless said otherwise, LoRA r=32 attached. Prompts of 1,024 tokens, groups of up to
+8, and completions of 1,024 that end only there. Decode tokens per second are those between a short and a full run of the same
 requests, so that prompts, start-up and captures, which are noted apart, cancel. The roofline is the bytes that a step must read,
 weights once and each key and value once (a prompt's once for its group), at the card's measured bandwidth.
 """
@@ -41,6 +41,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--modules", action="store_true", help="decode through the model's modules")
     parser.add_argument("--peers", action="store_true", help="also Transformers' generate and continuous batching")
     parser.add_argument("--prefix", type=int, default=0, help="instead: a group of 16 on a prompt of so many tokens")
+    parser.add_argument("--logprobs", action="store_true", help="also: the engine's log-probs against the trainer's")
     parser.add_argument("--profile", action="store_true", help="write the kernels' times beside the results")
     options = measure.parse(parser, argv)
     if options.tiny:
@@ -68,6 +69,8 @@ class Bench:
         for batch in self.options.batches:
             group = 1 if self.options.distinct else min(GROUP, batch)
             self.ours(batch, group, self.options.lengths[0])
+        if self.options.logprobs:
+            self.logprobs()
         if self.options.peers:
             for batch in self.options.batches:
                 self.transformers(batch)
@@ -107,6 +110,29 @@ class Bench:
         if self.options.profile:
             self.profile(batch, lambda: once(short))
         return entry
+
+    def logprobs(self) -> None:
+        """|engine - trainer| in nats over 10,240 tokens."""
+        import longreach
+
+        length, new = self.options.lengths[0], max(4, min(160, self.options.new))
+        prompts = self.prompts(8, length)
+        sampling = SamplingParams(max_new_tokens=new, stop_ids=())
+        out = generate(self.model, prompts, sampling=sampling, group=8)
+        tree = longreach.TokenTree.from_groups(
+            [(p, [c.ids for c in out[i * 8 : i * 8 + 8]]) for i, p in enumerate(prompts)]
+        )
+        longreach.enable(self.model, parity_check=False)
+        with torch.no_grad():
+            trainer = torch.cat(longreach.token_logprobs(self.model, tree)).float().cpu()
+        gap = (trainer - torch.cat([torch.tensor(c.logprobs) for c in out])).abs()
+        found = {
+            "tokens": len(gap),
+            "mean_abs": float(gap.mean()),
+            "p99": float(gap.quantile(0.99)),
+            "max": float(gap.max()),
+        }
+        self.note("longreach log-probs", 64, 8, length, new, **found)
 
     def key_bytes(self, batch: int, group: int, prompt: int, new: int) -> int:
         """Bytes of keys and values that a step reads, at half of its completions' length."""
@@ -209,6 +235,11 @@ def record(path: Path, entry: dict[str, Any], commit: str | None) -> None:
     held = [old for old in held if any(old.get(k) != entry.get(k) for k in KEY)]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps([*held, entry], indent=1) + "\n", encoding="utf-8")
+    if "mean_abs" in entry:
+        print(
+            f"log-probs: mean |difference| {entry['mean_abs']:.5f}, p99 {entry['p99']:.4f} nats on {entry['tokens']:,} tokens"
+        )
+        return
     rate = entry.get("tokens_per_s")
     share = f", {entry['roofline']:.0%} of the roofline" if entry.get("roofline") else ""
     text = "failed: " + entry["error"] if rate is None else f"{rate:,.0f} tok/s{share}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -45,8 +47,6 @@ def stock_greedy(model, prompt, new):
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("name", [*FUSED, "gpt_oss", "qwen3_moe", "gemma2"])
 def test_greedy_tokens_in_fp32_are_those_of_stock_generate(name, fused):
-    if not fused and name not in ("qwen3", "gemma3"):
-        fused = False
     model = model_of(name, torch.float32)
     sampling = SamplingParams(temperature=0, max_new_tokens=40)
     got = generate(model, prompts_of(), sampling=sampling, group=3, options=RolloutOptions(rows=9, fused=fused))
@@ -58,17 +58,26 @@ def test_greedy_tokens_in_fp32_are_those_of_stock_generate(name, fused):
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3", "gpt_oss"])
 def test_log_probs_in_bf16_agree_with_the_trainers(name):
-    """The targets: mean absolute difference at most 0.005 nats, 99th percentile 0.05, on 10,000 tokens."""
+    """On 10,000 tokens, engine and trainer differ no more than the trainer in bf16 differs from itself in fp32."""
     model = model_of(name, torch.bfloat16)
     prompts = prompts_of((300, 130, 64, 20) * 2)
     out = generate(model, prompts, sampling=SamplingParams(temperature=0.9, max_new_tokens=160, stop_ids=()), group=8)
     groups = [(p, [c.ids for c in out[i * 8 : i * 8 + 8]]) for i, p in enumerate(prompts)]
-    with torch.no_grad():
-        scored = token_logprobs(model, TokenTree.from_groups(groups), temperature=0.9)
-    difference = torch.cat([s.cpu() - torch.tensor(c.logprobs) for s, c in zip(scored, out)]).abs()
-    assert len(difference) >= 10_000
-    print(name, "mean", float(difference.mean()), "p99", float(difference.quantile(0.99)))
-    assert difference.mean() <= 0.005 and difference.quantile(0.99) <= 0.05
+    tree = TokenTree.from_groups(groups)
+
+    def scored(model):
+        with torch.no_grad():
+            return torch.cat(token_logprobs(model, tree, temperature=0.9)).float().cpu()
+
+    trainer, engine = scored(model), torch.cat([torch.tensor(c.logprobs) for c in out])
+    exact = scored(copy.deepcopy(model).float())
+    ours, own = (trainer - engine).abs(), (trainer - exact).abs()
+    assert len(ours) >= 10_000
+    print(
+        name,
+        f"engine {ours.mean():.4f} {ours.quantile(0.99):.4f}, bf16 itself {own.mean():.4f} {own.quantile(0.99):.4f}",
+    )
+    assert ours.mean() <= 1.2 * own.mean() and ours.quantile(0.99) <= 1.5 * own.quantile(0.99)
 
 
 def test_a_completion_does_not_depend_on_who_shares_its_batch():
@@ -96,6 +105,29 @@ def test_graphs_see_new_lengths_and_new_weights():
     got = generate(model, prompts, sampling=greedy)
     assert rollout_engine(model).graphs.graphs.items() >= graphs.items()  # captured once
     assert [c.ids for c in got] == [stock_greedy(model, p, 24) for p in prompts]
+
+
+def test_long_prompts_keys_wait_on_the_host():
+    model = model_of("qwen3", torch.float32)
+    options = RolloutOptions(rows=5, prompt_keys="host")
+    got = generate(
+        model, prompts_of(), sampling=SamplingParams(temperature=0, max_new_tokens=24), group=2, options=options
+    )
+    assert [c.ids for c in got] == [ids for p in prompts_of() for ids in [stock_greedy(model, p, 24)] * 2]
+
+
+def test_experts_in_mxfp4():
+    from longreach.quant import MXFP4
+    from longreach.quant.experts import FourBitExperts
+
+    model = model_of("gpt_oss", torch.float32, intermediate_size=256)
+    for layer in model.get_base_model().model.layers:
+        layer.mlp.experts = FourBitExperts.of(layer.mlp.experts, MXFP4())
+    got = generate(
+        model, prompts_of(), sampling=SamplingParams(temperature=0, max_new_tokens=24), options=RolloutOptions(rows=5)
+    )
+    assert isinstance(rollout_engine(model).step, FusedStep)
+    assert [c.ids for c in got] == [stock_greedy(model, p, 24) for p in prompts_of()]
 
 
 @pytest.mark.parametrize("rows", [3, 65])
