@@ -27,6 +27,7 @@ from longreach.kernels import rms_norm
 from longreach.kernels.decode_attention import DecodePlan, decode_attention
 from longreach.kernels.decode_experts import decode_experts
 from longreach.kernels.decode_ops import decode_add_norm, decode_qkv, decode_sample, decode_swiglu
+from longreach.kernels.few_row_matmul import few_row_matmul
 from longreach.kernels.fourbit_matmul import FourBitRows, fourbit_matmul
 
 RESULT = Path(__file__).parent / "results" / "decode_kernels.json"
@@ -130,12 +131,15 @@ def fourbit_op(rows: int, group: str, form: Callable[[int, int], FourBitRows] = 
     return lambda: fourbit_matmul(x, parts, out, a_RI=a), size
 
 
-def dense_op(rows: int, group: str) -> Op:
-    """The same product with bf16 weights, adapters' first matrices below them, by cuBLAS."""
+def dense_op(rows: int, group: str, *, own: bool = False) -> Op:
+    """The same product with bf16 weights, adapters' first matrices below them; by cuBLAS or by our own kernel."""
     features, columns = GROUPS[group]
     weight, x = half(sum(features) + RANK * len(features), columns), half(rows, columns)
     out = half(rows, len(weight))
-    return lambda: torch.matmul(x, weight.t(), out=out), weight.nbytes + x.nbytes + out.nbytes
+    size = weight.nbytes + x.nbytes + out.nbytes
+    if own:
+        return lambda: few_row_matmul(x, weight, out=out), size
+    return lambda: torch.matmul(x, weight.t(), out=out), size
 
 
 def head_op(rows: int) -> Op:
@@ -214,7 +218,8 @@ OPS: dict[str, Callable[[], Op]] = {
     "plan, 128 rows": lambda: plan_op(128),
     **{f"fourbit nf4 {g}, {b} rows": (lambda g=g, b=b: fourbit_op(b, g)) for b in (1, 2, 4, 8, 16, 32, 64) for g in GROUPS},
     **{f"fourbit mxfp4 {g}, {b} rows": (lambda g=g, b=b: fourbit_op(b, g, mxfp4)) for b in (1, 32) for g in GROUPS},
-    **{f"cublas bf16 {g}, {b} rows": (lambda g=g, b=b: dense_op(b, g)) for b in (1, 4, 8, 32, 64, 128) for g in GROUPS},
+    **{f"cublas bf16 {g}, {b} rows": (lambda g=g, b=b: dense_op(b, g)) for b in (1, 2, 4, 8, 16, 32, 64) for g in GROUPS},
+    **{f"few_row bf16 {g}, {b} rows": (lambda g=g, b=b: dense_op(b, g, own=True)) for b in (1, 2, 4, 8, 16, 32, 64) for g in GROUPS},
     **{f"cublas bf16 head, {b} rows": (lambda b=b: head_op(b)) for b in (1, 8, 32, 128)},
     **{f"decode_qkv, {b} rows": (lambda b=b: qkv_op(b)) for b in (1, 32, 128)},
     **{f"decode_swiglu, {b} rows": (lambda b=b: swiglu_op(b)) for b in (1, 32, 128)},

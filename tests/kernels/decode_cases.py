@@ -8,6 +8,7 @@ from torch import Tensor
 from longreach.kernels.decode_attention import DecodePlan, decode_attention
 from longreach.kernels.decode_experts import choose_experts, decode_experts
 from longreach.kernels.decode_ops import decode_add_norm, decode_qkv, decode_sample, decode_swiglu
+from longreach.kernels.few_row_matmul import few_row_matmul
 from longreach.kernels.fourbit_matmul import FourBitRows, fourbit_matmul
 
 from .cases import Case, Maker
@@ -159,6 +160,27 @@ def fourbit_rows(kind: str, rows: int, columns: int, block: int, nested: bool, s
     return FourBitRows(kind, rows, columns, codes, integers(256, blocks), block, (outer, table, offset))
 
 
+def few_rows(B: int, rows: int, columns: int) -> Case:
+    def run(device: str, dtype: torch.dtype) -> list[Tensor]:
+        make = Maker(device, dtype)
+        x, weight = make(B, columns + 8)[:, :columns], make(rows, columns, scale=0.2)
+        out = torch.full((B, rows + 3), 7.0, device=device, dtype=dtype)
+        few_row_matmul(x, weight, out=out[:, :rows])
+        assert bool((out[:, rows:] == 7).all())
+        return [out[:, :rows]]
+
+    return run
+
+
+def small_few_rows() -> dict[str, Case]:
+    return {
+        "few-rows-1": few_rows(1, 37, 600),
+        "few-rows-2": few_rows(2, 64, 64),
+        "few-rows-3": few_rows(3, 70, 2600),
+        "few-rows-33": few_rows(33, 130, 160),
+    }
+
+
 def small_fourbit() -> dict[str, Case]:
     return {
         "fourbit-one-row": fourbit(1, (48, 20, 20), 192, "nf4", ranks=6),
@@ -273,6 +295,10 @@ def large() -> dict[str, Case]:
         "fourbit-qwen-gate-up-4": fourbit(4, (9728, 9728), 2560, "nf4", ranks=64),
         "fourbit-qwen-down-16": fourbit(16, (2560,), 9728, "nf4", ranks=32),
         "fourbit-qwen-gate-up-64": fourbit(64, (9728, 9728), 2560, "nf4", ranks=64),
+        "few-rows-qkv-1": few_rows(1, 6240, 2560),
+        "few-rows-down-1": few_rows(1, 2592, 9728),
+        "few-rows-down-16": few_rows(16, 2592, 9728),
+        "few-rows-gate-up-64": few_rows(64, 19520, 2560),
         "fourbit-mxfp4-1": fourbit(1, (2880,), 2880, "mxfp4"),
         "experts-oss-1": experts(1, 4, 32, 2880, 2880),
         "experts-oss-33": experts(33, 4, 32, 2880, 2880),
@@ -332,4 +358,4 @@ def small_experts() -> dict[str, Case]:
 
 def small() -> dict[str, Case]:
     """Cases small enough for Triton's interpreter."""
-    return {**small_attention(), **small_fourbit(), **small_ops(), **small_experts()}
+    return {**small_attention(), **small_few_rows(), **small_fourbit(), **small_ops(), **small_experts()}

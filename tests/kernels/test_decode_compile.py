@@ -6,16 +6,18 @@ import torch
 pytest.importorskip("triton", reason="triton isn't installed: there is nothing to compile")
 
 from longreach.kernels import dispatch
-from longreach.kernels.jit import decode_attention, decode_experts, decode_ops, fourbit_matmul
+from longreach.kernels.jit import decode_attention, decode_experts, decode_ops, few_row_matmul, fourbit_matmul
 
 from . import decode_cases
 from .test_compile import built
 
-MODULES = (decode_attention, decode_experts, decode_ops, fourbit_matmul)
+MODULES = (decode_attention, decode_experts, decode_ops, few_row_matmul, fourbit_matmul)
 CASES = {
     "attention": decode_cases.attention(groups=[(70, [3, 4])], heads=(8, 2), size=128, page=64, sinks=True),
     "fourbit-vector": decode_cases.fourbit(2, (40, 16), 128, "nf4", ranks=8),
     "fourbit-matrix": decode_cases.fourbit(16, (40, 16), 128, "mxfp4", ranks=8),
+    "few-rows-vector": decode_cases.few_rows(1, 40, 512),
+    "few-rows-matrix": decode_cases.few_rows(5, 40, 512),
     "qkv": decode_cases.qkv(2, (4, 2), 128, 128, rank=8),
     "step-swiglu": decode_cases.step_swiglu(2, 256, 8),
     "step-norm": decode_cases.step_norm(2, 256, 8),

@@ -81,6 +81,13 @@ def _attend(
     out_HW.copy_(torch.einsum("krs,skw->krw", p_KRS, wide(v_SKW)).flatten(0, 1))
 
 
+# --- products -----------------------------------------------------------------------------------------------------
+
+
+def few_row_matmul(x_BI: Tensor, weight_OI: Tensor, out: Tensor) -> None:
+    torch.matmul(x_BI, weight_OI.t(), out=out)
+
+
 # --- 4-bit products -----------------------------------------------------------------------------------------------
 
 

@@ -11,7 +11,6 @@ features, O output features, G blocks of weights that share a scale, J words of 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import torch
@@ -23,10 +22,9 @@ from ..fourbit_matmul import FourBitRows
 from . import padded, parts
 from .early_start import launch, wait_for_inputs
 from .fourbit_codes import MXFP4, NF4_NESTED, NF4_SINGLE, code_table, code_tile, decoded, dot8, in_registers, packed
+from .split_sum import arrivals, finish, share, splits_of
 
 VECTOR_ROWS = 4
-PROGRAMS = 528  # tiles from which on nothing more is cut
-MOST_SPLITS = 8
 
 
 # --- few rows: numbers are used where they are decoded ------------------------------------------------------------
@@ -150,38 +148,6 @@ def _vector_kernel(
 # --- more rows: decoded tiles go through the matrix units ---------------------------------------------------------
 
 
-@triton.jit
-def _share(number, splits, width, BLOCK_I: tl.constexpr):
-    """The input features of one part of a split sum, [start, end), in whole steps."""
-    steps = (width + BLOCK_I - 1) // BLOCK_I
-    each = (steps + splits - 1) // splits
-    return number * each * BLOCK_I, tl.minimum((number + 1) * each * BLOCK_I, width)
-
-
-@triton.jit
-def _finish(acc_OB, out_ptr, out_row, o_O, inside_O, B, partial_ptr, arrived_ptr, tile, part, splits,
-            BLOCK_O: tl.constexpr, BLOCK_B: tl.constexpr, SPLIT: tl.constexpr):  # fmt: skip
-    """Store y, or a part of it; the last part to come adds all, first to last."""
-    b_B = tl.arange(0, BLOCK_B)
-    last = True
-    if SPLIT:
-        at_OB = tl.arange(0, BLOCK_O)[:, None] * BLOCK_B + b_B[None, :]
-        partial_ptr += tile.to(tl.int64) * splits * (BLOCK_O * BLOCK_B)
-        tl.store(partial_ptr + part * (BLOCK_O * BLOCK_B) + at_OB, acc_OB)
-        tl.debug_barrier()  # all threads' parts are written before the arrival is counted
-        last = tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel") == splits - 1
-        tl.debug_barrier()
-        if last:
-            acc_OB = tl.zeros([BLOCK_O, BLOCK_B], tl.float32)
-            for s in range(splits):
-                acc_OB += tl.load(partial_ptr + s * (BLOCK_O * BLOCK_B) + at_OB, cache_modifier=".cg")
-            tl.store(arrived_ptr + tile, 0)
-    if last:
-        mask = inside_O[:, None] & (b_B < B)[None, :]
-        at = out_ptr + b_B.to(tl.int64)[None, :] * out_row + o_O[:, None]
-        tl.store(at, acc_OB.to(out_ptr.dtype.element_ty), mask=mask)
-
-
 @triton.jit(do_not_specialize=["B"])
 def _matrix_kernel(
     x_ptr, codes0_ptr, codes1_ptr, codes2_ptr, scales0_ptr, scales1_ptr, scales2_ptr, nested0_ptr, nested1_ptr, nested2_ptr,
@@ -196,7 +162,7 @@ def _matrix_kernel(
     BLOCK_I: tl.constexpr = BLOCK_G * J * 8
     tile = tl.program_id(0) // splits
     part = tl.program_id(0) % splits
-    start, end = _share(part, splits, width, BLOCK_I)
+    start, end = share(part, splits, width, BLOCK_I)
     tiles0 = (rows0 + BLOCK_O - 1) // BLOCK_O
     tiles1 = tiles0 + (rows1 + BLOCK_O - 1) // BLOCK_O
     tiles2 = tiles1 + (rows2 + BLOCK_O - 1) // BLOCK_O
@@ -235,19 +201,13 @@ def _matrix_kernel(
                 a_ptr + o_O[:, None] * width + i_I[None, :], mask=inside_O[:, None] & (i_I < width)[None, :], other=0.0
             )
             acc_OB = tl.dot(w_OI, tl.trans(x_BI), acc=acc_OB, input_precision=PRECISION)
-    _finish(
+    finish(
         acc_OB, out_ptr + column, out_row, o_O, inside_O, B, partial_ptr, arrived_ptr, tile, part, splits,
         BLOCK_O, BLOCK_B, SPLIT,
     )  # fmt: skip
 
 
 # --- launching ----------------------------------------------------------------------------------------------------
-
-
-@functools.cache
-def arrivals(device: torch.device) -> Tensor:
-    """Counters of split sums, zero between launches: kernels that use them must run one after the other."""
-    return torch.zeros(PROGRAMS, dtype=torch.int32, device=device)
 
 
 def _operands(given: Sequence[FourBitRows], x_BI: Tensor, a_RI: Tensor | None) -> tuple[list[Tensor], list[int], int]:
@@ -280,7 +240,7 @@ def fourbit_matmul(x_BI: Tensor, given: Sequence[FourBitRows], out_BN: Tensor, a
         return
     tile = _matrix_sizes(B, J, x_BI.dtype)
     tiles = sum(parts(n, tile["BLOCK_O"]) for n in rows)
-    splits = _splits(tiles, parts(width, tile["BLOCK_G"] * J * 8))
+    splits = splits_of(tiles, parts(width, tile["BLOCK_G"] * J * 8))
     partial, arrived = x_BI, x_BI
     if splits > 1:
         size = tiles * splits * tile["BLOCK_O"] * tile["BLOCK_B"]
@@ -293,14 +253,6 @@ def fourbit_matmul(x_BI: Tensor, given: Sequence[FourBitRows], out_BN: Tensor, a
         enable_fp_fusion=False,  # a nested scale's product and sum are rounded one after the other, as in `dequant`
         **tile,
     )  # fmt: skip
-
-
-def _splits(tiles: int, steps: int) -> int:
-    """Into how many parts the sums are cut: from the shapes alone, so that the bits don't depend on the card."""
-    splits = 1
-    while splits < MOST_SPLITS and tiles * splits * 2 <= PROGRAMS and steps >= splits * 4:
-        splits *= 2
-    return splits
 
 
 def _vector_sizes(features: int, width: int, J: int) -> dict[str, int]:
