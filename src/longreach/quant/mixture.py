@@ -1,6 +1,6 @@
 """The experts of a mixture, forward and hand-written backward: sorted rows, grouped products, a low-rank term for each product.
 
-y_t = sum_j w_tj (W2_e' f(W1_e' x_t + b1_e) + b2_e),  e = expert_tj;  with adapters W x becomes W x + s B (A x)
+y_t = sum_j w_tj (W2_e' f(W1_e' x_t + b1_e) + b2_e),  e = expert_tj;  with adapters W' x becomes W' x + s B (A x)
 
 What a chunk's rows go through is bounded: at most `ROWS_AT_ONCE` of them are in the middle of an expert at a time, and weights
 that are stored in 4 bits come a few experts at a time, so that the memory taken does not depend on how the router loads the
@@ -33,7 +33,7 @@ from ..kernels import (
 )
 from ..kernels.grouped import RANK_MULTIPLE, empty_groups
 
-ROWS_AT_ONCE = 8192  # rows that are in the middle of an expert at the same time
+ROWS_AT_ONCE = 12288  # rows that are in the middle of an expert at the same time
 
 
 @dataclass(frozen=True)
@@ -100,10 +100,11 @@ def local_offsets(routing: Routing, experts: slice, rows: slice) -> Tensor:
 
 @dataclass(frozen=True)
 class LowRank:
-    """An adapter of all experts for one product: y += scale * (x a') b, rank padded with zeros to `RANK_MULTIPLE`.
+    """An adapter of all experts for one product: y += (x a') b, rank padded with zeros to `RANK_MULTIPLE`.
 
     Attributes:
-        a_ErI, b_ErO: in the compute dtype.
+        a_ErI, b_ErO: in the compute dtype; b with the adapter's scale in it.
+        scale: that is in b, for the gradient of b without it.
         rank: before padding.
         trained: whether each of the two wants a gradient.
     """
@@ -117,8 +118,9 @@ class LowRank:
     @classmethod
     def of(cls, a_ErI: Tensor, b_ErO: Tensor, scale: float, dtype: torch.dtype, trained: tuple[bool, bool]) -> LowRank:
         rank = a_ErI.shape[1]
-        missing = -rank % RANK_MULTIPLE
-        a, b = (functional.pad(x.detach().to(dtype), (0, 0, 0, missing)).contiguous() for x in (a_ErI, b_ErO))
+        missing = (0, 0, 0, -rank % RANK_MULTIPLE)
+        scaled = b_ErO.detach() if scale == 1.0 else b_ErO.detach() * scale
+        a, b = (functional.pad(x.to(dtype), missing).contiguous() for x in (a_ErI.detach(), scaled))
         return cls(a, b, scale, rank, trained)
 
 
@@ -143,7 +145,7 @@ class LowRankGrads:
     def done(self) -> tuple[Tensor | None, Tensor | None]:
         """Without the padding; None for what is not trained or had no rows."""
         a, b = (None if s is None else s[:, : self.low.rank] for s in self.sums)
-        return a, b
+        return a, b if b is None or self.low.scale == 1.0 else b * self.low.scale
 
 
 def mixture_forward(
@@ -236,24 +238,24 @@ def _part_backward(
             grads[1].add(0, part, grouped_outer(dt_out * weight, h_RF, part.offsets_e, idle_e))
         if lows[1].trained[1]:
             t_out = grouped_mm(h_RF, lows[1].a_ErI[part.experts].transpose(1, 2), part.offsets_e)
-            grads[1].add(1, part, grouped_outer(t_out * (weight * lows[1].scale), dy_RM, part.offsets_e, idle_e))
+            grads[1].add(1, part, grouped_outer(t_out * weight, dy_RM, part.offsets_e, idle_e))
     del h_RF, dy_RM
     dx_RM, dt_in = _product_backward(dhidden_RG, part.gate_up_eMG, part, lows[0])
     if lows[0] is not None and grads[0] is not None:
         if lows[0].trained[0]:
             grads[0].add(0, part, grouped_outer(dt_in, x_RM, part.offsets_e, idle_e))
         if lows[0].trained[1]:
-            grads[0].add(1, part, grouped_outer(t_in * lows[0].scale, dhidden_RG, part.offsets_e, idle_e))
+            grads[0].add(1, part, grouped_outer(t_in, dhidden_RG, part.offsets_e, idle_e))
     return dx_RM
 
 
 def _product(x_RI: Tensor, w_eIO: Tensor, part: Part, low: LowRank | None) -> tuple[Tensor, Tensor]:
-    """x w + scale (x a') b [R, O], and x a' [R, r]."""
+    """x w + (x a') b [R, O], and x a' [R, r]."""
     y_RO = grouped_mm(x_RI, w_eIO, part.offsets_e)
     if low is None:
         return y_RO, y_RO
     t_Rr = grouped_mm(x_RI, low.a_ErI[part.experts].transpose(1, 2), part.offsets_e)
-    return add_low_rank(y_RO, t_Rr, low.b_ErO[part.experts], part.offsets_e, low.scale), t_Rr
+    return add_low_rank(y_RO, t_Rr, low.b_ErO[part.experts], part.offsets_e), t_Rr
 
 
 def _product_backward(dy_RO: Tensor, w_eIO: Tensor, part: Part, low: LowRank | None) -> tuple[Tensor, Tensor]:
@@ -261,7 +263,7 @@ def _product_backward(dy_RO: Tensor, w_eIO: Tensor, part: Part, low: LowRank | N
     dx_RI = grouped_mm(dy_RO, w_eIO.transpose(1, 2), part.offsets_e)
     if low is None:
         return dx_RI, dx_RI
-    dt_Rr = grouped_mm(dy_RO, low.b_ErO[part.experts].transpose(1, 2), part.offsets_e).mul_(low.scale)
+    dt_Rr = grouped_mm(dy_RO, low.b_ErO[part.experts].transpose(1, 2), part.offsets_e)
     return add_low_rank(dx_RI, dt_Rr, low.a_ErI[part.experts], part.offsets_e), dt_Rr
 
 
