@@ -68,7 +68,7 @@ def run(options: Any) -> None:
             max_completion_length=options.completion, max_length=options.prompt + options.completion,
             generation_kwargs={"min_new_tokens": options.new, "max_new_tokens": options.new}, learning_rate=1e-5,
             parity_check=False, bf16=options.device == "cuda", use_cpu=options.device == "cpu", beta=0.0,
-            rollout_memory="release",
+            rollout_memory="release", on_misfit="warn",
         ),
         train_dataset=prompts(options),
         processing_class=tokenizer(model.config.vocab_size),
