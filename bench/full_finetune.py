@@ -52,7 +52,7 @@ def run_case(case: str, options: Any) -> None:
         entry = {
             "engine": "longreach", "case": case, "model": shape.name, "layers": shape.layers, "context": length,
             "completion": options.completion, "parameters": sum(p.numel() for p in model.parameters()),
-            "loaded_bytes": loaded,
+            "loaded_bytes": loaded, "policy": policy(model, length, options),
         }  # fmt: skip
         try:
             entry |= measured(model, optimizer, shape, length, weights, options)
@@ -63,6 +63,15 @@ def run_case(case: str, options: Any) -> None:
     gc.collect()
     if options.device == "cuda":
         torch.cuda.empty_cache()
+
+
+def policy(model: Any, length: int, options: Any) -> str:
+    """How the engine runs this length."""
+    from longreach.context.install import engine_of
+
+    engine = engine_of(model)
+    assert engine is not None
+    return str(engine.settle(length, options.completion, True).policy)
 
 
 def made(kind: str, model: Any) -> torch.optim.Optimizer:

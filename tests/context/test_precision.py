@@ -40,7 +40,11 @@ def distance(exact, other):
     return (top / sum(float(g.double().square().sum()) for g in exact.values())) ** 0.5
 
 
-@pytest.mark.parametrize("name", sorted(set(CONFIGS) - {"gemma2", "gemma3"}))
+FAST = ("llama", "qwen2", "qwen3", "qwen3_moe", "gpt_oss", "glm4", "qwen3_5")
+SLOW = sorted(set(CONFIGS) - {*FAST, "gemma2", "gemma3"})
+
+
+@pytest.mark.parametrize("name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_nearer_to_fp32_than_bf16(name):
     exact = run(made(name, torch.float32))
     model = made(name, torch.float16)

@@ -10,6 +10,8 @@ optimizers of that kind are taken, and why the norm of all gradients can be repo
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -121,7 +123,11 @@ class ReleasingOptimizer(torch.optim.Optimizer):
         self._left = [len(unit) for unit in units]
         self._waiting: list[Tensor] = []
         self._squares: list[Tensor] = []
-        self._hooks = [p.register_post_accumulate_grad_hook(self._collect) for p in self._unit_of]
+        # Hooks hold no reference to what holds the parameters: that ring could not be collected, and the model would stay.
+        collect = weakref.WeakMethod(self._collect)
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(functools.partial(_hand_over, collect)) for p in self._unit_of
+        ]
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -209,3 +215,10 @@ class ReleasingOptimizer(torch.optim.Optimizer):
             self.inner.load_state_dict(state_dict)
         else:
             self._host.load(state_dict)
+
+
+def _hand_over(collect: weakref.WeakMethod[Callable[[Tensor], None]], p: Tensor) -> None:
+    """A parameter's hook; without its optimizer the gradient stays where it is."""
+    method = collect()
+    if method is not None:
+        method(p)
