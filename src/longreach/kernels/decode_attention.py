@@ -32,7 +32,8 @@ class DecodePlan:
     the current token's among them; its query stands at p + n - 1 and sees the keys from p + n - window on. A row with n = 0
     is idle: nothing is read for it and its output is zero.
 
-    How keys are cut depends on the length of that prefix or of that row alone: a row's bits don't depend on the others.
+    How keys are cut depends on the length of that prefix or of that row and on the number of rows of the plan: a row's bits don't
+    depend on what the others are.
 
     Args:
         own_pages_BN: int32, the page of tokens [iP, (i + 1)P) of a row; entries that hold no visible key are never read.
@@ -88,26 +89,35 @@ class DecodePlan:
         self.own_pages_BN, self.own_length_B, self.prefix_of_B = own_pages_BN, own_length_B, prefix_of_B
         self.prefix_pages_GN, self.prefix_length_G, self.members_GM = prefix_pages_GN, prefix_length_G, members_GM
         self.heads, self.kv_heads, self.head_dim, self.page, self.window = heads, kv_heads, head_dim, page, window
-        # Splits that a long prefix or row is cut into: a key head with many of them fills the card alone.
+        # Splits that a long prefix or row is cut into: a key head with many of them fills the card alone. The shortest are
+        # shorter where there are few rows to fill it.
         self.splits = min(64, max(16, 256 // kv_heads))
+        self.min_split = MIN_SPLIT if B * kv_heads > 64 else MIN_SPLIT // 2 if B * kv_heads > 16 else MIN_SPLIT // 4
         self.own_splits = self._most(own_pages_BN.shape[1] * page)
         self.prefix_splits = self._most(prefix_pages_GN.shape[1] * page) if G else 0
+        # Rows of a tile: as many of a prefix's rows and heads as one program can hold.
+        widest = 128 if head_dim <= 64 else 64
+        rows = members_GM.shape[1] * (heads // kv_heads)
+        self.tile_rows = min(widest, max(16, 1 << max(rows - 1, 1).bit_length()))
+        self.tiles = -(-rows // self.tile_rows)
+        self.most_items = G * self.prefix_splits * self.tiles + B * self.own_splits
         self._make_buffers(B, G, own_length_B.device)
 
     def _most(self, tokens: int) -> int:
         """Splits that a prefix or row of up to `tokens` keys may have; a window may begin inside one."""
         if self.window is not None:
             tokens = min(tokens, self.window)
-        return min(self.splits, max(1, math.ceil(tokens / MIN_SPLIT))) + (self.window is not None)
+        return min(self.splits, max(1, math.ceil(tokens / self.min_split))) + (self.window is not None)
 
     def _make_buffers(self, B: int, G: int, device: torch.device) -> None:
         def integers(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
-        # Of each prefix and each row: first key that one of its rows sees, tokens of a split, first split, number of splits.
-        self.pieces_4Q = integers(4, G + B)
-        self.items = integers(G * self.prefix_splits + B * self.own_splits)
-        self.counts = integers(2)  # items of prefixes, of rows
+        # An item: prefix, or G + row; number of its split; tile of the prefix's rows; first visible key; first key and end.
+        self.items_8 = integers(self.most_items, 8)
+        self.total = integers(1)  # items
+        self.splits_Q = integers(G + B)  # of each prefix and row
+        self.awake_GM = torch.full_like(self.members_GM, -1)  # members with keys
         partials = (B, self.own_splits + self.prefix_splits, self.heads)
         self.partial = torch.empty(*partials, self.head_dim, dtype=torch.float32, device=device)
         self.partial_lse = torch.empty(partials, dtype=torch.float32, device=device)
@@ -115,7 +125,7 @@ class DecodePlan:
     @property
     def nbytes(self) -> int:
         """Of its own buffers."""
-        own = (self.pieces_4Q, self.items, self.counts, self.partial, self.partial_lse)
+        own = (self.items_8, self.total, self.splits_Q, self.awake_GM, self.partial, self.partial_lse)
         return sum(x.nbytes for x in own)
 
     def update(self) -> None:

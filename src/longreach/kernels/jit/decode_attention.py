@@ -12,16 +12,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..decode_attention import MIN_SPLIT, DecodePlan
-from . import padded, parts
+from ..decode_attention import DecodePlan
+from . import padded
 from .early_start import launch, wait_for_inputs
 
+JOINED = 4096  # numbers of partials merged at a time
 PROGRAMS = 2112  # at most: sixteen a multiprocessor of the largest cards; beyond that a program takes several items
-ITEM = 256  # an item is piece * ITEM + split
-JOIN = 8  # partials merged at a time
+FIELDS = tl.constexpr(8)  # of an item
 LOG2_E = tl.constexpr(1.4426950408889634)
-_ITEM = tl.constexpr(ITEM)
-_MIN_SPLIT = tl.constexpr(MIN_SPLIT)
 _FAR = tl.constexpr(2**30)
 
 
@@ -29,29 +27,35 @@ _FAR = tl.constexpr(2**30)
 
 
 @triton.jit
-def _cut(first, end, alive, at, items_ptr, pieces_ptr, piece, base, most, pieces,
+def _cut(first, end, at, items_ptr, splits_ptr, piece, base, tiles, min_split, most,
          WINDOW: tl.constexpr, SPLITS: tl.constexpr):  # fmt: skip
     """Write the splits of the keys [first, end) of each piece; borders lie at multiples of a size that `end` alone gives."""
     reach = end
     if WINDOW > 0:
         reach = tl.minimum(end, WINDOW)
-    size = tl.maximum(_MIN_SPLIT, (reach + SPLITS - 1) // SPLITS)
+    size = tl.maximum(min_split, (reach + SPLITS - 1) // SPLITS)
     size = (size + 63) // 64 * 64
     split = first // size
-    count = tl.where(alive & (first < end), (end + size - 1) // size - split, 0)
-    start = base + tl.cumsum(count, 0) - count
-    tl.store(pieces_ptr + piece, first, mask=at)
-    tl.store(pieces_ptr + pieces + piece, size, mask=at)
-    tl.store(pieces_ptr + 2 * pieces + piece, split, mask=at)
-    tl.store(pieces_ptr + 3 * pieces + piece, count, mask=at)
+    count = tl.where(first < end, (end + size - 1) // size - split, 0)
+    item = base + (tl.cumsum(count, 0) - count) * tiles
+    tl.store(splits_ptr + piece, count, mask=at)
     for i in range(most):
-        tl.store(items_ptr + start + i, piece * _ITEM + i, mask=at & (i < count))
-    return tl.sum(count, 0)
+        for tile in range(tiles):
+            to = items_ptr + (item + i * tiles + tile) * FIELDS
+            mask = at & (i < count)
+            tl.store(to, piece, mask=mask)
+            tl.store(to + 1, 0 * piece + i, mask=mask)
+            tl.store(to + 2, 0 * piece + tile, mask=mask)
+            tl.store(to + 3, first, mask=mask)
+            tl.store(to + 4, tl.maximum((split + i) * size, first), mask=mask)
+            tl.store(to + 5, tl.minimum((split + i + 1) * size, end), mask=mask)
+    return tl.sum(count, 0) * tiles
 
 
-@triton.jit(do_not_specialize=["B", "G", "M", "own", "prefix"])
+@triton.jit(do_not_specialize=["B", "G", "M", "tiles", "min_split", "own", "prefix"])
 def _plan_kernel(
-    own_length_ptr, prefix_length_ptr, members_ptr, pieces_ptr, items_ptr, counts_ptr, B, G, M, own, prefix,
+    own_length_ptr, prefix_length_ptr, members_ptr, awake_ptr, items_ptr, splits_ptr, total_ptr,
+    B, G, M, tiles, min_split, own, prefix,
     PREFIXES: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_G: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -65,28 +69,28 @@ def _plan_kernel(
         for m in range(M):
             member = tl.load(members_ptr + g * M + m, mask=at, other=-1)
             n = tl.load(own_length_ptr + member, mask=member >= 0, other=0)
+            tl.store(awake_ptr + g * M + m, tl.where(n > 0, member, -1), mask=at)
             start = 0 * n
             if WINDOW > 0:
                 start = tl.maximum(p + n - WINDOW, 0)
             first = tl.minimum(first, tl.where(n > 0, start, _FAR))
-        total = _cut(first, p, at, at, items_ptr, pieces_ptr, g, 0, prefix, G + B, WINDOW, SPLITS)
-    tl.store(counts_ptr, total)
+        total = _cut(first, p, at, items_ptr, splits_ptr, g, 0, tiles, min_split, prefix, WINDOW, SPLITS)
     b = tl.arange(0, BLOCK_B)
     at = b < B
     n = tl.load(own_length_ptr + b, mask=at, other=0)
     first = 0 * n
     if WINDOW > 0:
         first = tl.maximum(n - WINDOW, 0)
-    rows = _cut(first, n, at, at, items_ptr, pieces_ptr, G + b, total, own, G + B, WINDOW, SPLITS)
-    tl.store(counts_ptr + 1, rows)
+    rows = _cut(first, n, at, items_ptr, splits_ptr, G + b, total, 1, min_split, own, WINDOW, SPLITS)
+    tl.store(total_ptr, total + rows)
 
 
 def update_plan(plan: DecodePlan) -> None:
     B, (G, M) = len(plan.own_length_B), plan.members_GM.shape
     launch(
-        _plan_kernel, (1,), plan.own_length_B, plan.prefix_length_G, plan.members_GM, plan.pieces_4Q, plan.items, plan.counts,
-        B, G, M, plan.own_splits, plan.prefix_splits, PREFIXES=G > 0, BLOCK_B=padded(B), BLOCK_G=padded(max(G, 1)),
-        WINDOW=plan.window or 0, SPLITS=plan.splits, num_warps=4,
+        _plan_kernel, (1,), plan.own_length_B, plan.prefix_length_G, plan.members_GM, plan.awake_GM, plan.items_8,
+        plan.splits_Q, plan.total, B, G, M, plan.tiles, plan.min_split, plan.own_splits, plan.prefix_splits,
+        PREFIXES=G > 0, BLOCK_B=padded(B), BLOCK_G=padded(max(G, 1)), WINDOW=plan.window or 0, SPLITS=plan.splits, num_warps=4,
     )  # fmt: skip
 
 
@@ -166,66 +170,56 @@ def _attend(
 
 
 @triton.jit
-def _range(pieces_ptr, piece, split, length, pieces):
-    """(first key to read, first key of the split, its end) of a split of a prefix or row."""
-    first = tl.load(pieces_ptr + piece)
-    size = tl.load(pieces_ptr + pieces + piece)
-    start = (tl.load(pieces_ptr + 2 * pieces + piece) + split) * size
-    return first, tl.maximum(start, first), tl.minimum(start + size, length)
+def _item(items_ptr, number):
+    """The fields of an item: piece, split, tile, first visible key, first key, end."""
+    at = items_ptr + number * FIELDS
+    return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4), tl.load(at + 5)
 
 
-@triton.jit(do_not_specialize=["B", "G", "M", "own_row", "prefix_row", "own_splits", "partials"])
+@triton.jit(do_not_specialize=["G", "M", "own_row", "prefix_row", "own_splits", "partials", "most_items"])
 def _attention_kernel(
     q_ptr, k_ptr, v_ptr, prefix_k_ptr, prefix_v_ptr, own_pages_ptr, own_length_ptr, prefix_pages_ptr, prefix_length_ptr,
-    members_ptr, pieces_ptr, items_ptr, counts_ptr, out_ptr, lse_ptr, scale, softcap, q_row, q_head,
+    awake_ptr, items_ptr, total_ptr, out_ptr, lse_ptr, scale, softcap, q_row, q_head,
     k_page, k_token, k_head, v_page, v_token, v_head, pk_page, pk_token, pk_head, pv_page, pv_token, pv_head,
-    B, G, M, own_row, prefix_row, own_splits, partials,
+    G, M, own_row, prefix_row, own_splits, partials, most_items,
     PREFIXES: tl.constexpr, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, W: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_W: tl.constexpr, P: tl.constexpr, WINDOW: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr, STAGES: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_C: tl.constexpr, STAGES: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(EARLY)
     R: tl.constexpr = H // K
-    tiles = (M * R + BLOCK_T - 1) // BLOCK_T
-    of_prefixes = tl.load(counts_ptr)
-    total = (of_prefixes * tiles + tl.load(counts_ptr + 1)) * K
+    # Fetched ahead: what an item says is the first of a chain of reads.
+    piece, split, tile, first, start, end = _item(items_ptr, tl.program_id(0) // K)
+    total = tl.load(total_ptr) * K
     for work in tl.range(tl.program_id(0), total, tl.num_programs(0), num_stages=1):
         head = work % K
-        number = work // K
-        own_number = number - of_prefixes * tiles
-        if PREFIXES and own_number < 0:
-            tile = number % tiles
-            item = tl.load(items_ptr + number // tiles)
-            g = item // _ITEM
-            split = item % _ITEM
-            p = tl.load(prefix_length_ptr + g)
-            first, start, end = _range(pieces_ptr, g, split, p, G + B)
+        if PREFIXES and piece < G:
             row_T = tile * BLOCK_T + tl.arange(0, BLOCK_T)
-            b_T = tl.load(members_ptr + g * M + row_T // R, mask=row_T < M * R, other=-1)
-            n_T = tl.load(own_length_ptr + b_T, mask=b_T >= 0, other=0)
-            sees_T = 0 * n_T
+            b_T = tl.load(awake_ptr + piece * M + row_T // R, mask=row_T < M * R, other=-1)
+            sees_T = 0 * b_T
             if WINDOW > 0:
-                sees_T = p + n_T - WINDOW
+                n_T = tl.load(own_length_ptr + b_T, mask=b_T >= 0, other=0)
+                sees_T = tl.load(prefix_length_ptr + piece) + n_T - WINDOW
             _attend(
-                b_T, head * R + row_T % R, n_T > 0, sees_T, own_splits + split, partials, first, start, end,
-                q_ptr, prefix_pages_ptr + g.to(tl.int64) * prefix_row,
+                b_T, head * R + row_T % R, b_T >= 0, sees_T, own_splits + split, partials, first, start, end,
+                q_ptr, prefix_pages_ptr + piece.to(tl.int64) * prefix_row,
                 prefix_k_ptr + head.to(tl.int64) * pk_head, prefix_v_ptr + head.to(tl.int64) * pv_head, out_ptr, lse_ptr,
                 scale, softcap, q_row, q_head, pk_page, pk_token, pv_page, pv_token,
                 H, D, W, BLOCK_D, BLOCK_W, P, BLOCK_T, BLOCK_C, STAGES, SOFTCAP, PRECISION,
             )  # fmt: skip
         else:
-            own_item = tl.load(items_ptr + of_prefixes + own_number)
-            own_split = own_item % _ITEM
-            b = own_item // _ITEM - G
-            own_first, own_start, own_end = _range(pieces_ptr, G + b, own_split, tl.load(own_length_ptr + b), G + B)
+            b = piece - G
             row_R = tl.arange(0, BLOCK_R)
             _attend(
-                b + 0 * row_R, head * R + row_R, row_R < R, own_first + 0 * row_R, own_split, partials,
-                own_first, own_start, own_end, q_ptr, own_pages_ptr + b.to(tl.int64) * own_row,
+                b + 0 * row_R, head * R + row_R, row_R < R, first + 0 * row_R, split, partials, first, start, end,
+                q_ptr, own_pages_ptr + b.to(tl.int64) * own_row,
                 k_ptr + head.to(tl.int64) * k_head, v_ptr + head.to(tl.int64) * v_head, out_ptr, lse_ptr,
                 scale, softcap, q_row, q_head, k_page, k_token, v_page, v_token,
                 H, D, W, BLOCK_D, BLOCK_W, P, BLOCK_R, BLOCK_C, STAGES, SOFTCAP, PRECISION,
             )  # fmt: skip
+        following = tl.minimum((work + tl.num_programs(0)) // K, most_items - 1)
+        piece, split, tile, first, start, end = _item(items_ptr, following)
 
 
 # --- merging ------------------------------------------------------------------------------------------------------
@@ -250,17 +244,16 @@ def _merge_part(acc_W, total, top, at, count, lse_ptr, part_ptr, H: tl.constexpr
     return acc_W, total
 
 
-@triton.jit(do_not_specialize=["B", "G", "own_splits", "partials"])
+@triton.jit(do_not_specialize=["G", "own_splits", "partials"])
 def _merge_kernel(
-    out_ptr, part_ptr, lse_ptr, sinks_ptr, prefix_of_ptr, pieces_ptr, out_row, out_head,
-    B, G, own_splits, partials, PREFIXES: tl.constexpr, H: tl.constexpr, W: tl.constexpr, BLOCK_W: tl.constexpr,
+    out_ptr, part_ptr, lse_ptr, sinks_ptr, prefix_of_ptr, splits_ptr, out_row, out_head,
+    G, own_splits, partials, PREFIXES: tl.constexpr, H: tl.constexpr, W: tl.constexpr, BLOCK_W: tl.constexpr,
     BLOCK_OWN: tl.constexpr, BLOCK_PREFIX: tl.constexpr, JOIN: tl.constexpr, SINKS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(EARLY)
     b = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    counts_ptr = pieces_ptr + 3 * (G + B)
-    of_row = tl.load(counts_ptr + G + b)
+    of_row = tl.load(splits_ptr + G + b)
     lse_ptr += b * partials * H + head
     part_ptr += (b * partials * H + head) * W
     j = tl.arange(0, BLOCK_OWN)
@@ -269,7 +262,7 @@ def _merge_kernel(
     if PREFIXES:
         g = tl.load(prefix_of_ptr + b)
         # An idle row's prefix may be another's by now.
-        of_prefix = tl.load(counts_ptr + g, mask=(g >= 0) & (of_row > 0), other=0)
+        of_prefix = tl.load(splits_ptr + g, mask=(g >= 0) & (of_row > 0), other=0)
         j = tl.arange(0, BLOCK_PREFIX)
         top = tl.maximum(
             top, tl.max(tl.load(lse_ptr + (own_splits + j) * H, mask=j < of_prefix, other=float("-inf")), 0)
@@ -292,13 +285,11 @@ def _merge_kernel(
 
 def _tile(plan: DecodePlan, dtype: torch.dtype, D: int) -> dict[str, int]:
     """Sizes of the tiles: rows of a prefix, rows of a key head, keys of a step, steps in flight."""
-    R, M = plan.heads // plan.kv_heads, plan.members_GM.shape[1]
     width = max(padded(D), padded(plan.head_dim), 16)
-    most = 128 if width <= 64 else 64
     single = dtype == torch.float32
     return {
-        "BLOCK_T": min(most, max(16, padded(max(M, 1) * R))),
-        "BLOCK_R": max(16, padded(R)),
+        "BLOCK_T": plan.tile_rows,
+        "BLOCK_R": max(16, padded(plan.heads // plan.kv_heads)),
         "BLOCK_C": 64 if width <= 128 and not single else 32,
         "STAGES": 1 if single else (3 if width <= 128 else 2),
         "num_warps": 4,
@@ -319,22 +310,20 @@ def decode_attention(
 ) -> None:
     B, H, D = q_BHD.shape
     (G, M), K, W = plan.members_GM.shape, plan.kv_heads, plan.head_dim
-    tile = _tile(plan, q_BHD.dtype, D)
-    partials = plan.own_splits + plan.prefix_splits
-    most = (G * plan.prefix_splits * parts(M * (H // K), tile["BLOCK_T"]) + B * plan.own_splits) * K
+    partials, block_w = plan.own_splits + plan.prefix_splits, max(16, padded(W))
     launch(
-        _attention_kernel, (min(most, PROGRAMS),), q_BHD, k_NPKD, v_NPKW, prefix_k, prefix_v,
-        plan.own_pages_BN, plan.own_length_B, plan.prefix_pages_GN, plan.prefix_length_G, plan.members_GM,
-        plan.pieces_4Q, plan.items, plan.counts, plan.partial, plan.partial_lse, scale, softcap or 0.0, *q_BHD.stride()[:2],
+        _attention_kernel, (min(plan.most_items * K, PROGRAMS),), q_BHD, k_NPKD, v_NPKW, prefix_k, prefix_v,
+        plan.own_pages_BN, plan.own_length_B, plan.prefix_pages_GN, plan.prefix_length_G, plan.awake_GM,
+        plan.items_8, plan.total, plan.partial, plan.partial_lse, scale, softcap or 0.0, *q_BHD.stride()[:2],
         *k_NPKD.stride()[:3], *v_NPKW.stride()[:3], *prefix_k.stride()[:3], *prefix_v.stride()[:3],
-        B, G, M, plan.own_pages_BN.shape[1], plan.prefix_pages_GN.shape[1], plan.own_splits, partials,
-        PREFIXES=G > 0, H=H, K=K, D=D, W=W, BLOCK_D=max(16, padded(D)), BLOCK_W=max(16, padded(W)), P=plan.page,
+        G, M, plan.own_pages_BN.shape[1], plan.prefix_pages_GN.shape[1], plan.own_splits, partials, plan.most_items,
+        PREFIXES=G > 0, H=H, K=K, D=D, W=W, BLOCK_D=max(16, padded(D)), BLOCK_W=block_w, P=plan.page,
         WINDOW=plan.window or 0, SOFTCAP=softcap is not None,
-        PRECISION="ieee" if q_BHD.dtype == torch.float32 else "tf32", **tile,
+        PRECISION="ieee" if q_BHD.dtype == torch.float32 else "tf32", **_tile(plan, q_BHD.dtype, D),
     )  # fmt: skip
     launch(
         _merge_kernel, (B, H), out, plan.partial, plan.partial_lse, out if sinks_H is None else sinks_H, plan.prefix_of_B,
-        plan.pieces_4Q, *out.stride()[:2], B, G, plan.own_splits, partials, PREFIXES=G > 0, H=H, W=W, BLOCK_W=max(16, padded(W)),
-        BLOCK_OWN=padded(plan.own_splits), BLOCK_PREFIX=padded(max(plan.prefix_splits, 1)), JOIN=JOIN,
-        SINKS=sinks_H is not None, num_warps=1 if W <= 128 else 2,
+        plan.splits_Q, *out.stride()[:2], G, plan.own_splits, partials, PREFIXES=G > 0, H=H, W=W, BLOCK_W=block_w,
+        BLOCK_OWN=padded(plan.own_splits), BLOCK_PREFIX=padded(max(plan.prefix_splits, 1)), JOIN=max(4, JOINED // block_w),
+        SINKS=sinks_H is not None, num_warps=4,
     )  # fmt: skip
