@@ -217,7 +217,7 @@ class ReleasingOptimizer(torch.optim.Optimizer):
             self._host.load(state_dict)
 
 
-def _hand_over(collect: weakref.WeakMethod[Callable[[Tensor], None]], p: Tensor) -> None:
+def _hand_over(collect: weakref.WeakMethod[Any], p: Tensor) -> None:
     """A parameter's hook; without its optimizer the gradient stays where it is."""
     method = collect()
     if method is not None:

@@ -78,6 +78,7 @@ class Stepping(Trainer):
 
     args: Any
     accelerator: Any
+    model: Any
     optimizer: Any
 
     def _prepare_stepping(self) -> None:
