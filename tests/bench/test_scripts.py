@@ -18,7 +18,16 @@ def records(path: Path) -> dict[tuple[str, str, int], dict]:
 
 
 @pytest.mark.parametrize(
-    "name", ["train_step", "planner", "make_tables", "peers.transformers_step", "peers.unsloth_step"]
+    "name",
+    [
+        "train_step",
+        "planner",
+        "make_tables",
+        "peers.transformers_step",
+        "peers.unsloth_step",
+        "gpt_oss",
+        "gpt_oss_grpo",
+    ],
 )
 def test_help_says_what_it_does(name, capsys):
     with pytest.raises(SystemExit) as left:
@@ -140,3 +149,19 @@ def test_a_device_that_is_not_there_is_refused(capsys):
 def test_the_gpu_script_is_valid_shell():
     done = subprocess.run(["bash", "-n", str(ROOT / "bench" / "run_gpu.sh")], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_gpt_oss_and_stock_beside_it(tmp_path):
+    from bench import gpt_oss
+
+    out = tmp_path / "gpt_oss.json"
+    for weights in ("bf16", "mxfp4"):
+        gpt_oss.main(
+            ["--device", "cpu", "--tiny", "--weights", weights, "--rank", "4", "--lengths", "2048", "--stock-lengths", "2048",
+             "--out", str(out), "--commit", "abc"]
+        )  # fmt: skip
+    found = json.loads(out.read_text())
+    assert {(r["engine"], r["case"]) for r in found} == {
+        (engine, f"{weights} r=4") for engine in ("longreach", "transformers") for weights in ("bf16", "mxfp4")
+    }
+    assert all(r["step_s"] > 0 for r in found)
