@@ -175,6 +175,7 @@ def test_every_weight_is_made_once_a_pass(name, chunk, monkeypatch: pytest.Monke
     """Per layer once in the forward and once in the backward where there are several chunks; the same bits as made each time."""
     model = adapt(pack(build(name, torch.float32, lora=False), NF4()), torch.float32)
     enable(model, chunk=chunk, parity_check=False)
+    monkeypatch.setattr("longreach.context.layer.FEW_TOKENS", 16)
     made, whole = [], FourBitLinear.dequantize
     monkeypatch.setattr(FourBitLinear, "dequantize", lambda self, *a: made.append(self) or whole(self, *a))
     tree, _ = TREES["one"]()

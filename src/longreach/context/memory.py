@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..quant.experts import EXPERT_SCRATCH
+from ..quant.linear import FEW_TOKENS
 from .offload import aligned, slab_bytes
 from .policy import Policy
 from .work import FLOAT, OPTIMIZERS, ChunkShape, Work, packs_linears
@@ -141,10 +142,12 @@ def _attention_bytes(work: Work) -> int:
 
 
 def _scratch(work: Work, chunk: int) -> int:
-    """Weights in the form in which chunks use them, where they are stored in another: a layer's, once for all its chunks."""
+    """Weights in the form in which chunks use them, where they are stored in another: a layer's, once for all its chunks; in
+    a hand-written dense layer, for few tokens, one linear layer's at a time."""
     shape, form = work.shape, work.format
     linears = [i * o * form.itemsize for i, o in shape.linears.values()] if packs_linears(shape, work.weights) else []
-    found = (sum if work.tokens > chunk else max)(linears) if linears else 0
+    few = shape.fused and not shape.experts and work.tokens <= FEW_TOKENS
+    found = (sum if work.tokens > chunk and not few else max)(linears) if linears else 0
     if form.expert < form.itemsize:
         found += min(shape.expert_matrices * form.itemsize, EXPERT_SCRATCH)
     return found

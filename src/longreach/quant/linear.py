@@ -20,6 +20,10 @@ from torch.autograd.function import once_differentiable
 
 from .formats import Format, Packed
 
+# Tokens of a pass up to which a hand-written dense layer makes a weight for each product, in room for one weight: a step of so
+# few tokens waits for kernel launches more than for dequantization.
+FEW_TOKENS = 8192
+
 
 class FourBitLinear(nn.Linear):
     """y = x W' + b with W [O, I] in a 4-bit format.

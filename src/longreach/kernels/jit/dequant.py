@@ -1,4 +1,4 @@
-"""Dequantization in Triton: a program takes a few blocks of weights, a thread eight weights in a row, so that codes come in
+"""Dequantization in Triton: a program takes a few blocks of weights, a thread runs of weights in a row, so that codes come in
 words and results leave in 16 bytes.
 
 Shape suffixes: G blocks of weights, P pairs of weights of a block.
@@ -16,8 +16,8 @@ from torch import Tensor
 from ..reference import E2M1_VALUES, NESTED_BLOCK, NF4_VALUES
 from . import launch, parts
 
-WEIGHTS = 2048  # of one program
-WARPS = 8
+WEIGHTS = 4096  # of one program
+WARPS = 4
 
 _NESTED_BLOCK = tl.constexpr(NESTED_BLOCK)
 FLOAT_SCALE, NESTED_SCALE, POWER_SCALE = (tl.constexpr(i) for i in range(3))
