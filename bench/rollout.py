@@ -24,11 +24,11 @@ from typing import Any
 import torch
 
 from bench import measure, models
-from longreach.rollout import RolloutOptions, SamplingParams, generate, release_rollout, rollout_engine
+from longreach.rollout import RolloutOptions, SamplingParams, generate, joined, release_rollout, rollout_engine
 
 BANDWIDTH = 4.3e12  # bytes per second of an H200, as measured
 GROUP = 8
-KEY = ("engine", "case", "model", "layers", "weights", "batch", "prompt", "new", "group", "shared")
+KEY = ("engine", "case", "model", "layers", "weights", "batch", "prompt", "new", "group", "shared", "modules", "cublas")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -39,6 +39,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--new", type=int, default=1024, help="tokens of a completion (default: 1024)")
     parser.add_argument("--distinct", action="store_true", help="no two completions share a prompt")
     parser.add_argument("--modules", action="store_true", help="decode through the model's modules")
+    parser.add_argument("--cublas", action="store_true", help="dense products by cuBLAS whatever the number of rows")
     parser.add_argument("--peers", action="store_true", help="also Transformers' generate and continuous batching")
     parser.add_argument("--prefix", type=int, default=0, help="instead: a group of 16 on a prompt of so many tokens")
     parser.add_argument("--logprobs", action="store_true", help="also: the engine's log-probs against the trainer's")
@@ -63,6 +64,8 @@ class Bench:
         self.weights = _decode_bytes(self.model)
 
     def run(self) -> None:
+        if self.options.cublas:
+            joined.FEW_DENSE_ROWS = 0
         if self.options.prefix:
             self.prefix()
             return
@@ -222,7 +225,7 @@ class Bench:
         entry = {
             "engine": engine, "case": "prefix" if self.options.prefix else "decode", "model": self.shape.name,
             "layers": self.shape.layers, "weights": self.options.weights, "batch": batch, "group": group, "prompt": prompt,
-            "new": new, "modules": self.options.modules, **found, "peak_bytes": peak,
+            "new": new, "modules": self.options.modules, "cublas": self.options.cublas, **found, "peak_bytes": peak,
         }  # fmt: skip
         record(self.options.out, entry, self.options.commit)
         return entry

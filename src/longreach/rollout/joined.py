@@ -18,10 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.dequant import MX_BLOCK
+from ..kernels.few_row_matmul import few_row_matmul
 from ..kernels.fourbit_matmul import FEW_ROWS, FourBitRows, fourbit_matmul
 from ..lora import Linear
 from ..quant import NF4
 from ..quant.linear import FourBitLinear
+
+FEW_DENSE_ROWS = 64  # up to which the kernel for few rows takes a dense product; beyond, cuBLAS
 
 
 class JoinedLinears:
@@ -98,6 +101,8 @@ class JoinedLinears:
     def __call__(self, x_BI: Tensor) -> Tensor:
         """[B, O + R]: outputs without bias and adapters, then t."""
         if not self.parts:
+            if x_BI.is_cuda and len(x_BI) <= FEW_DENSE_ROWS:
+                return few_row_matmul(x_BI, self.weight_OI)
             return F.linear(x_BI, self.weight_OI)
         out_BN = x_BI.new_empty(len(x_BI), self.width + self.ranks)
         if len(x_BI) <= FEW_ROWS:
