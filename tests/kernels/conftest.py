@@ -4,6 +4,12 @@ interpreted kernels run in a process of their own, started by `test_process.py`.
 import os
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    collect_ignore = ["test_process.py", "test_compile.py", "test_decode_compile.py", "test_reference.py"]
+    collect_ignore = [
+        "test_process.py",
+        "test_compile.py",
+        "test_decode_compile.py",
+        "test_reference.py",
+        "test_decode_reference.py",
+    ]
 else:
     collect_ignore = ["test_interpreted.py", "test_decode_interpreted.py"]

@@ -147,9 +147,9 @@ def decode_add_norm(
 def decode_sample(logits_BV: Tensor, temperature_B: Tensor, seed_B: Tensor, count_B: Tensor) -> tuple[Tensor, Tensor]:
     """A token of softmax(logits / temperature) for each row, and its log-prob there, in one pass over the vocabulary.
 
-    argmax(logits / temperature + g), with g = -log(-log(1 - v)) and v = (word + 1/2) / 2^32, word the first one of Philox4x32-10
-    with the key `seed` and the counter (token, count, 0, 0): a row's token does not depend on the others. Where temperature is 0,
-    the token with the largest logit, and its log-prob at temperature 1. Of equal tokens the first is taken.
+    argmax(logits / temperature + g), g = -log(-log(1 - x)), x = (word + 1/2) / 2^32, word number token % 4 of Philox4x32-10 with
+    the key `seed` and the counter (token // 4, count, 0, 0): a row's token does not depend on the others. Where temperature is
+    0, the token with the largest logit, and its log-prob at temperature 1. Of equal tokens the first is taken.
 
     Args:
         logits_BV: any float dtype, any stride along B; -inf rules a token out.

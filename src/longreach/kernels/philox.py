@@ -3,7 +3,7 @@
 A completion's draws are then the same whoever shares its batch, on a CPU and on a GPU. Philox4x32-10: Salmon, Moraes, Dror, Shaw,
 "Parallel random numbers: as easy as 1, 2, 3", SC 2011; Triton's `tl.philox` gives the same words.
 
-Shape suffixes: B rows, V vocabulary.
+Shape suffixes: B rows, V vocabulary, Q its quarters.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ _W0, _W1 = 0x9E3779B9, 0xBB67AE85  # key increments
 _ROUNDS = 10
 
 
-def philox_word(seed: Tensor, count: Tensor, index: Tensor) -> Tensor:
-    """First output word of Philox4x32-10, int64 in [0, 2**32).
+def philox(seed: Tensor, count: Tensor, index: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The four words of Philox4x32-10, int64 in [0, 2**32).
 
     Args:
         seed: int64, the 64-bit key.
@@ -32,18 +32,24 @@ def philox_word(seed: Tensor, count: Tensor, index: Tensor) -> Tensor:
         high1, low1 = _multiply(c2, _M1)
         c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
         k0, k1 = (k0 + _W0) & _WORD, (k1 + _W1) & _WORD
-    return c0
+    return c0, c1, c2, c3
+
+
+def philox_word(seed: Tensor, count: Tensor, index: Tensor) -> Tensor:
+    """The first of the words of `philox`."""
+    return philox(seed, count, index)[0]
 
 
 def gumbel(seed_B: Tensor, count_B: Tensor, vocabulary: int) -> Tensor:
     """[B, V] standard Gumbel noise, fp32: argmax(z + gumbel) is a draw from softmax(z).
 
-    -log(-log(1 - v)) with v uniform: the largest values, which decide, come from the smallest v, where fp32 is finest.
+    Token v takes word v % 4 of the counter v // 4. -log(-log(1 - x)) with x uniform: the largest values, which decide, come from
+    the smallest x, where fp32 is finest.
     """
-    index_V = torch.arange(vocabulary, device=seed_B.device)
-    word_BV = philox_word(seed_B[:, None], count_B[:, None], index_V[None])
-    v_BV = (word_BV.float() + 0.5) * 2.0**-32
-    return v_BV.neg_().log1p_().neg_().log_().neg_()
+    index_Q = torch.arange(-(-vocabulary // 4), device=seed_B.device)
+    words_BQ4 = torch.stack(philox(seed_B[:, None], count_B[:, None], index_Q[None]), -1)
+    x_BV = (words_BQ4.flatten(1)[:, :vocabulary].float() + 0.5) * 2.0**-32
+    return x_BV.neg_().log1p_().neg_().log_().neg_()
 
 
 def _multiply(x: Tensor, constant: int) -> tuple[Tensor, Tensor]:

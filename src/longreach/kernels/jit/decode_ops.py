@@ -21,8 +21,8 @@ from .swiglu import _squash
 ROWS = 16
 BLOCK_F = 64
 BLOCK_M = 64
-BLOCK_V = 4096
-EACH = 32
+BLOCK_V = 2048
+EACH = 16
 LOG2_E = tl.constexpr(1.4426950408889634)
 LOG_2 = tl.constexpr(0.6931471805599453)
 
@@ -91,6 +91,15 @@ def _qkv_kernel(
     part = (head >= H).to(tl.int32) + (head >= H + K).to(tl.int32)
     first = head * D
     t_first = (H + 2 * K) * D + part * RANK
+    # What leads to other reads comes first.
+    n_B = tl.load(length_ptr + b_B, mask=inside_B, other=0)
+    position_B = tl.load(position_ptr + b_B, mask=inside_B, other=0).to(tl.int64)
+    writes_B = n_B > 0
+    page_B = tl.load(pages_ptr + b_B * pages_row + (n_B - 1) // P, mask=writes_B, other=0).to(tl.int64)
+    cos_a = _angle(cos_ptr, position_B, inside_B, cos_row, 0, HALF, BLOCK_HALF)
+    cos_b = _angle(cos_ptr, position_B, inside_B, cos_row, HALF, HALF, BLOCK_HALF)
+    sin_a = _angle(sin_ptr, position_B, inside_B, sin_row, 0, HALF, BLOCK_HALF)
+    sin_b = _angle(sin_ptr, position_B, inside_B, sin_row, HALF, HALF, BLOCK_HALF)
     a = _columns(y_ptr, lora_ptr, bias_ptr, b_B, inside_B, y_row, first, t_first, HALF, BLOCK_HALF, RANK, BLOCK_R, BIAS,
                  PRECISION)  # fmt: skip
     b = _columns(y_ptr, lora_ptr, bias_ptr, b_B, inside_B, y_row, first + HALF, t_first, HALF, BLOCK_HALF, RANK, BLOCK_R, BIAS,
@@ -111,19 +120,12 @@ def _qkv_kernel(
             b = _scaled(b, rstd_B, weight_ptr, HALF, HALF, BLOCK_HALF, UNIT_OFFSET)
             if REST > 0:
                 rest = _scaled(rest, rstd_B, weight_ptr, 2 * HALF, REST, BLOCK_REST, UNIT_OFFSET)
-        position_B = tl.load(position_ptr + b_B, mask=inside_B, other=0).to(tl.int64)
-        cos_a = _angle(cos_ptr, position_B, inside_B, cos_row, 0, HALF, BLOCK_HALF)
-        cos_b = _angle(cos_ptr, position_B, inside_B, cos_row, HALF, HALF, BLOCK_HALF)
-        sin_a = _angle(sin_ptr, position_B, inside_B, sin_row, 0, HALF, BLOCK_HALF)
-        sin_b = _angle(sin_ptr, position_B, inside_B, sin_row, HALF, HALF, BLOCK_HALF)
         turned = a * cos_a - b * sin_a
         b = b * cos_b + a * sin_b
         a = turned
     at_B = q_ptr + b_B.to(tl.int64) * (H * D) + first
     if part > 0:
-        n_B = tl.load(length_ptr + b_B, mask=inside_B, other=0)
-        inside_B = n_B > 0
-        page_B = tl.load(pages_ptr + b_B * pages_row + (n_B - 1) // P, mask=inside_B, other=0).to(tl.int64)
+        inside_B = writes_B
         token_B = (n_B - 1) % P
         at_B = k_ptr + page_B * k_page + token_B * k_token + (head - H).to(tl.int64) * k_head
         if part > 1:
@@ -233,7 +235,9 @@ def _block_kernel(
     greedy = temperature == 0.0
     z = tl.load(logits_ptr + row * row_stride + col, mask=col < V, other=float("-inf")).to(tl.float32)
     z = z / tl.where(greedy, 1.0, temperature)
-    word, _, _, _ = tl.philox(tl.load(seed_ptr + row), col, tl.load(count_ptr + row).to(tl.int32), 0, 0)
+    quarter = block * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
+    w0, w1, w2, w3 = tl.philox(tl.load(seed_ptr + row), quarter, tl.load(count_ptr + row).to(tl.int32), 0, 0)
+    word = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [BLOCK])
     # A signed word counts from -2^31.
     v = (word.to(tl.uint32, bitcast=True).to(tl.float32) + 0.5) * 2.3283064365386963e-10
     score = tl.where(greedy, z, z - tl.log(_minus_log1m(v)))
