@@ -109,7 +109,7 @@ SHAPE = {"heads": 2, "kv_heads": 1, "head_dim": 4, "page": 16}
         (lambda: decode_swiglu(Y, activation="relu"), "activation='relu'"),
         (lambda: decode_swiglu(Y, lora_b_Or=torch.zeros(3, 2)), r"lora_b has shape \(3, 2\)"),
         (lambda: decode_add_norm(H2.half(), Y, torch.ones(8), 1e-6), "h is torch.float16"),
-        (lambda: decode_qkv(Y, 4, 1, 4, k_pages=PAGES, v_pages=PAGES, **{**TABLES, "cos_SR": PAGES[0, :, 0, :3]}), "cos is 3 wide"),
+        (lambda: decode_qkv(Y, 4, 1, 4, k_pages=PAGES, v_pages=PAGES, **{**TABLES, "cos_SR": X[:, :3]}), "cos is 3 wide"),
         (lambda: decode_qkv(Y, 4, 1, 4, k_pages=PAGES, v_pages=PAGES, q_norm_D=torch.ones(4), **TABLES), "k_norm is None"),
         (lambda: decode_sample(Y, torch.ones(2), torch.zeros(2), torch.zeros(2).long()), "seed is torch.float32"),
         (lambda: choose_experts(Y, 25), "k=25"),
