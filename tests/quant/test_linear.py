@@ -139,7 +139,9 @@ def adapt(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(2)
-    model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")).to(dtype)
+    linears = [n for n, m in model.get_decoder().layers.named_modules() if isinstance(m, nn.Linear)]
+    targets = sorted({n.rpartition(".")[2] for n in linears} - {"gate"})
+    model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=targets)).to(dtype)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -164,7 +166,7 @@ def test_gradients_are_those_of_the_dequantized_model(name, tree) -> None:
         expected = loss_of(stock(reference, rows, F64), F64)
         got = loss_of(token_logprobs(model, tree), F64)
         expected.backward(), got.backward()
-    assert abs(float(expected - got)) < 1e-11
+    assert abs(float((expected - got).detach())) < 1e-11
     assert worst(gradients(reference), gradients(model))[0] < 1e-11
     assert len(gradients(model)) == sum(p.requires_grad for p in model.parameters())
 
