@@ -2,6 +2,7 @@
 
     python -m bench.planner                       # on a GPU, about a minute and a half
     python -m bench.planner --only dense          # or: streamed, packed: a part of the points, which joins the file
+    python -m bench.planner --missing             # what the file does not have yet
     python -m bench.planner --device meta         # against a replay of the engine's allocations, without a GPU
     python -m bench.planner --device meta --tiny  # a few points of it: tests the script
 
@@ -49,20 +50,6 @@ def _step(context: int, chunk: int, offload: str, save: bool = False, keep: int 
 K = 1024
 # part, model, layers, weights, steps
 CASES: tuple[tuple[str, str, int, str, tuple[Step, ...]], ...] = (
-    ("dense", "Qwen3-0.6B", 8, "bf16", (
-        _step(8 * K, 8 * K, "none"), _step(32 * K, 8 * K, "host", group=8), _step(64 * K, 8 * K, "host", True),
-        _step(1280, 8 * K, "host", True, prompts=8, group=8),
-    )),
-    ("dense", "Qwen3-1.7B", 6, "bf16", (
-        _step(32 * K, 8 * K, "none"), _step(32 * K, 4 * K, "host"), _step(32 * K, 8 * K, "host", True, group=8),
-    )),
-    ("dense", "Qwen3-4B", 4, "bf16", (
-        _step(4 * K, 1 * K, "host", True), _step(16 * K, 4 * K, "none", True), _step(32 * K, 8 * K, "host", group=4),
-        _step(64 * K, 8 * K, "host", True), _step(128 * K, 8 * K, "host"),
-    )),
-    ("dense", "Qwen3-8B", 4, "bf16", (_step(32 * K, 8 * K, "none"), _step(64 * K, 2 * K, "host", True))),
-    ("dense", "Llama-3.1-8B", 4, "bf16", (_step(32 * K, 8 * K, "none"),)),
-    ("dense", "Gemma-3-12B", 6, "bf16", (_step(32 * K, 8 * K, "host"),)),
     ("streamed", "Qwen3-1.7B", 6, "bf16", (
         _step(32 * K, 4 * K, "rows", True), _step(64 * K, 8 * K, "keys", True), _step(128 * K, 8 * K, "keys", True),
     )),
@@ -70,6 +57,20 @@ CASES: tuple[tuple[str, str, int, str, tuple[Step, ...]], ...] = (
         _step(32 * K, 4 * K, "host", keep=3), _step(64 * K, 8 * K, "rows", True), _step(64 * K, 4 * K, "keys", keep=2),
         _step(32 * K, 8 * K, "keys", True, group=8),
     )),
+    ("dense", "Qwen3-4B", 4, "bf16", (
+        _step(4 * K, 1 * K, "host", True), _step(16 * K, 4 * K, "none", True), _step(32 * K, 8 * K, "host", group=4),
+        _step(64 * K, 8 * K, "host", True),
+    )),
+    ("dense", "Qwen3-0.6B", 8, "bf16", (
+        _step(8 * K, 8 * K, "none"), _step(32 * K, 8 * K, "host", group=8), _step(64 * K, 8 * K, "host", True),
+        _step(1280, 8 * K, "host", True, prompts=8, group=8),
+    )),
+    ("dense", "Qwen3-1.7B", 6, "bf16", (
+        _step(32 * K, 8 * K, "none"), _step(32 * K, 4 * K, "host"), _step(32 * K, 8 * K, "host", True, group=8),
+    )),
+    ("dense", "Qwen3-8B", 4, "bf16", (_step(32 * K, 8 * K, "none"), _step(32 * K, 2 * K, "host", True))),
+    ("dense", "Llama-3.1-8B", 4, "bf16", (_step(32 * K, 8 * K, "none"),)),
+    ("dense", "Gemma-3-12B", 6, "bf16", (_step(32 * K, 8 * K, "host"),)),
     ("packed", "Qwen3-4B", 6, "nf4", (
         _step(4 * K, 1 * K, "host", True), _step(32 * K, 4 * K, "host", True), _step(64 * K, 8 * K, "keys", True),
     )),
@@ -84,21 +85,26 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=("cuda", "meta"))
     parser.add_argument("--only", default=None, choices=("dense", "streamed", "packed"), help="one part of the points")
+    parser.add_argument("--missing", action="store_true", help="keep the file's points, and run those that it lacks")
     parser.add_argument("--tiny", action="store_true", help="two layers of one model")
     parser.add_argument("--out", type=Path, default=measure.RESULTS / "planner.json")
     parser.add_argument("--commit", default=None, help="commit to note where git is not at hand")
     options = parser.parse_args(argv)
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: there is no CUDA device; --device meta replays the engine's allocations")
-    held = _held(options.out, options.device) if options.only else []
-    points = []
+    held = _held(options.out, options.device) if options.only or options.missing else []
+    points: list[dict[str, Any]] = []
     for part, name, layers, weights, steps in CASES:
         if options.only not in (None, part) or (options.device == "meta" and weights != "bf16"):
             continue
         if options.tiny and name != "Qwen3-0.6B":
             continue
+        if options.missing:
+            steps = tuple(step for step in steps if not _has(held, name, step, weights))
+        if not steps:
+            continue
         points += _case(part, name, 2 if options.tiny else layers, weights, steps, options.device)
-        points_now = [old for old in held if old["part"] != options.only] + points
+        points_now = [old for old in held if options.missing or old["part"] != options.only] + points
         result = {"against": options.device, "points": points_now, **measure.provenance(options.commit)}
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
@@ -112,6 +118,11 @@ def _held(path: Path, device: str) -> list[dict[str, Any]]:
         return []
     found = json.loads(path.read_text(encoding="utf-8"))
     return [p for p in found["points"] if "part" in p] if found["against"] == device else []
+
+
+def _has(held: list[dict[str, Any]], name: str, step: Step, weights: str) -> bool:
+    wanted = {"model": name, **_facts(step, weights)}
+    return any(old["measured_bytes"] and all(old[key] == value for key, value in wanted.items()) for old in held)
 
 
 def _case(

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 
 from bench import models
 from longreach.context import limits, memory
@@ -16,6 +17,7 @@ from longreach.context.sampling import Sampling, fitting_rows, sampling_memory
 from longreach.context.shape import KNOWN
 from longreach.context.speed import CARDS, GB
 from longreach.context.work import FORMATS, OPTIMIZERS, Work, optimizer_kind, weight_bytes
+from longreach.lora.experts import expert_parameters
 from longreach.rollout.cache import LayerCache
 from longreach.rollout.cache import Limits as RolloutLimits
 
@@ -49,11 +51,15 @@ def test_a_card_of_24_gb_takes_a_million_tokens():
     assert plan("Qwen3-4B", context=8192, gpu_bytes=24 * GB, host_bytes=256 * GB, **LEAN).longest() >= 1 << 20
 
 
-def test_gpt_oss_as_published_takes_81k_in_16_gb():
-    step = {"completion": 1024, "weights": "mxfp4", "lora": 16, "gpu_bytes": 17 * GB, "host_bytes": 256 * GB}
-    made = plan("gpt-oss-20b", context=81920, **step)
-    assert made.gpu <= 16 * GB
-    assert 12.5 * GB < made.choice.memory.parts["weights"] < 14 * GB
+@pytest.mark.parametrize(
+    "lora", [8, LoraConfig(r=16, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])], ids=["experts", "attention"]
+)
+def test_gpt_oss_as_published_takes_81k_in_16_gb(lora):
+    lean = {**LEAN, "weights": "mxfp4", "lora": lora, "gpu_bytes": 80 * GB, "host_bytes": 256 * GB}
+    made = plan("gpt-oss-20b", context=81920, **lean)
+    found = [c for c in made.choices() if c.memory.gpu <= 16 * GB and c.fits(made.limits)]
+    assert found and found[0].policy.keep_every == 1 and found[0].policy.chunk >= 2048
+    assert 12 * GB < found[0].memory.parts["weights"] < 13 * GB
 
 
 # --- forms of weights
@@ -94,8 +100,6 @@ def test_experts_are_dequantized_within_their_scratch():
 
 
 def test_expert_adapters_are_counted():
-    from peft import LoraConfig
-
     targets = [f"{i}.mlp.experts.{name}" for i in range(24) for name in ("gate_up_proj", "down_proj")]
     lora = LoraConfig(r=8, target_modules=["q_proj"], target_parameters=targets)
     made = plan("gpt-oss-20b", context=8192, completion=512, weights="bf16", lora=lora, gpu_bytes=141 * GB)
@@ -103,9 +107,26 @@ def test_expert_adapters_are_counted():
     assert made.work.trained == 24 * (expert + 8 * (2880 + 4096))
 
 
+def test_adapters_of_a_loaded_mixture_are_told_apart():
+    shape = dataclasses.replace(models.shape_of("gpt-oss-20b", 2, tiny=True), mlp=64)
+    model = models.build(shape, 64, "cpu")
+    lora = LoraConfig(
+        r=4, target_modules="all-linear", target_parameters=expert_parameters(model), task_type="CAUSAL_LM"
+    )
+    found = Loaded.of(get_peft_model(model, lora))
+    assert dict(found.ranks) == dict.fromkeys((*shape.linears, *shape.expert_linears), 4)
+    assert found.trained_bytes == 4 * shape.layers * shape.adapter(dict(found.ranks))
+
+
 def test_tables_in_8_bits_save_a_byte_per_entry():
     lean, full = (weight_bytes(QWEN, "nf4", eight) for eight in (True, False))
     assert full - lean == pytest.approx(QWEN.table - 4 * QWEN.vocab, abs=16)
+
+
+def test_with_experts_a_short_step_runs_in_one_chunk():
+    step = {"context": 6144, "completion": 512, "lora": 8, "gpu_bytes": 141 * GB}
+    assert plan("gpt-oss-20b", weights="mxfp4", **step).policy.chunk == 6144
+    assert plan(QWEN, weights="bf16", **step).policy.chunk == 2048
 
 
 # --- what trains

@@ -33,7 +33,7 @@ class Loaded:
         shape: its dimensions; an upper estimate where there is no exact formula.
         weights: the entry of `work.FORMATS` with its compute dtype and packing.
         model_bytes: of all parameters and buffers but an adapter's.
-        trained_bytes: of the parameters that train.
+        trained_bytes, trained_count: of the parameters that train.
         ranks: adapter rank by name of a linear layer; empty where the model itself trains.
         limits: of its device and host.
     """
@@ -42,6 +42,7 @@ class Loaded:
     weights: str
     model_bytes: int
     trained_bytes: int
+    trained_count: int
     ranks: tuple[tuple[str, int], ...]
     limits: Limits
 
@@ -53,23 +54,23 @@ class Loaded:
             processes: that share this host, each with a card of its own.
         """
         adapted = {name: p for name, p in model.named_parameters() if "lora_" in name}
-        trained = sum(_bytes(p) for p in model.parameters() if p.requires_grad)
-        adapter = {id(p) for p in adapted.values()} | {id(p) for p in model.parameters() if p.requires_grad}
+        trained = [p for p in model.parameters() if p.requires_grad]
+        adapter = {id(p) for p in (*adapted.values(), *trained)}
         own = [t for t in (*model.parameters(), *model.buffers()) if not adapted or id(t) not in adapter]
         # Tied and joined tensors share their storage, and count once.
         storages = {t.untyped_storage().data_ptr() or id(t): t.untyped_storage().nbytes() for t in own}
-        ranks = {
-            name.split(".lora_A")[0].rsplit(".", 1)[-1]: len(p) for name, p in adapted.items() if ".lora_A" in name
-        }
+        config = getattr(model, "config", None) or model.module.config  # type: ignore[union-attr]
+        shape = ModelShape.of(config, estimate=True)
+        ranks = _ranks(adapted, shape)
         if not ranks and (adapted or not trained):
             ranks = {"": 0}
-        config = getattr(model, "config", None) or model.module.config  # type: ignore[union-attr]
         device = next(model.parameters()).device
         return cls(
-            shape=ModelShape.of(config, estimate=True),
+            shape=shape,
             weights=_weights(model),
             model_bytes=sum(storages.values()),
-            trained_bytes=trained,
+            trained_bytes=sum(p.numel() * p.element_size() for p in trained),
+            trained_count=sum(p.numel() for p in trained),
             ranks=tuple(sorted(ranks.items())),
             limits=this_machine(str(device), processes),
         )
@@ -78,12 +79,25 @@ class Loaded:
         """A step of this model; arguments are those of `Work` that describe its rows."""
         return Work(
             self.shape, weights=self.weights, ranks=dict(self.ranks), loaded=self.model_bytes,
-            trained_bytes=self.trained_bytes, **step,
+            trained_bytes=self.trained_bytes, trained_count=self.trained_count, **step,
         )  # fmt: skip
 
 
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+def _ranks(adapted: Mapping[str, Tensor], shape: ModelShape) -> dict[str, int]:
+    """Adapter rank by name; those of experts, one under the other in PEFT's matrices, by what their product gives."""
+    found = {}
+    for name, a in adapted.items():
+        owner, _, rest = name.partition(".lora_A")
+        if not rest:
+            continue
+        module = owner.rsplit(".", 1)[-1]
+        if shape.experts and ".experts" in owner:
+            outputs = adapted[name.replace(".lora_A", ".lora_B")].shape[0]
+            fitting = [key for key, (_, out) in shape.expert_linears.items() if out == outputs]
+            found[fitting[0] if fitting else module] = len(a) // shape.experts
+        else:
+            found[module] = len(a)
+    return found
 
 
 def _layers(model: nn.Module) -> Iterator[nn.Parameter]:

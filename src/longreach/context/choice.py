@@ -11,7 +11,7 @@ from typing import Any
 
 from .limits import CUDA_CONTEXT, HOST_PROCESS, SLACK, Limits
 from .memory import Memory, step_memory
-from .policy import Policy, tiers
+from .policy import Policy, first_chunk, tiers
 from .speed import step_seconds
 from .work import Work
 
@@ -44,7 +44,8 @@ class Choice:
 
 def choices(work: Work, limits: Limits, fixed: Mapping[str, Any]) -> Iterator[tuple[Choice, ...]]:
     """Every policy, tier by tier in the order of preference."""
-    for tier in tiers(work.tokens, fixed, offload=limits.offload):
+    first = first_chunk(work.tokens, experts=work.shape.experts > 0)
+    for tier in tiers(first, fixed, offload=limits.offload):
         yield tuple(Choice(p, step_memory(work, p), step_seconds(work, p, limits.rates)) for p in tier)
 
 

@@ -218,7 +218,7 @@ def plan(
         completion: tokens of a row that carry a loss.
         group: rows that share a prompt.
         weights: "bf16", "fp16", "fp32", "nf4" or "mxfp4".
-        lora: a peft.LoraConfig, a rank (on all linear layers but the head), or None to train all parameters.
+        lora: a peft.LoraConfig, a rank (on all linear layers but the head, experts included), or None to train all parameters.
         gpu_bytes: the card's total memory; None for this machine's GPU, or no limit where there is none.
         host_bytes: the machine's total memory; None for this machine's.
         prompts: groups in one step.
@@ -371,7 +371,7 @@ def ranks_of(lora: Any, shape: ModelShape) -> dict[str, int]:
     if lora is None:
         return {}
     if isinstance(lora, int) and not isinstance(lora, bool) and lora > 0:
-        return dict.fromkeys(shape.linears, lora)
+        return dict.fromkeys((*shape.linears, *shape.expert_linears), lora)
     rank, targets = getattr(lora, "r", None), getattr(lora, "target_modules", None)
     if not isinstance(rank, int):
         raise ValueError(f"lora={lora!r}: give a peft.LoraConfig, a rank from 1 up, or None")

@@ -71,22 +71,26 @@ def ordinal(number: int) -> str:
     return f"{number}{ {2: 'nd', 3: 'rd'}.get(number, 'th') }"
 
 
-def first_chunk(tokens: int) -> int:
-    """The chunk tried first: a quarter of the tokens, since at short context a whole chunk's workspace is most of the memory."""
-    return min(max(tokens // 4 // 1024 * 1024, SLOW_BELOW), LARGEST)
+def first_chunk(tokens: int, experts: bool = False) -> int:
+    """The chunk tried first: a quarter of the tokens, since at short context a whole chunk's workspace is most of the memory.
+
+    With experts all tokens, up to the largest: each expert sees only a few of a chunk's.
+    """
+    wanted = tokens if experts else tokens // 4
+    return min(max(wanted // 1024 * 1024, SLOW_BELOW), LARGEST)
 
 
-def tiers(tokens: int, fixed: Mapping[str, Any], *, offload: bool = True) -> Iterator[tuple[Policy, ...]]:
+def tiers(first: int, fixed: Mapping[str, Any], *, offload: bool = True) -> Iterator[tuple[Policy, ...]]:
     """Policies in the order in which they are tried; those of one tier are equally good, and the fastest that fits is taken.
 
     Args:
-        tokens: packed tokens of the step.
+        first: tokens of the chunk tried first (`first_chunk`).
         fixed: what the caller has laid down, by the names of `Policy`'s fields.
         offload: False where host memory is the device's own.
     """
     saves = (fixed["save_attention"],) if "save_attention" in fixed else (True, False)
     for keep in (fixed["keep_every"],) if "keep_every" in fixed else KEEP_EVERY if offload else (1,):
-        for place, chunk in _placed(tokens, fixed, offload):
+        for place, chunk in _placed(first, fixed, offload):
             if keep > 1 and place == "none" and "keep_every" not in fixed:
                 continue
             # Of a layer that is computed again, attention would be saved for nothing.
@@ -94,12 +98,11 @@ def tiers(tokens: int, fixed: Mapping[str, Any], *, offload: bool = True) -> Ite
             yield tuple(Policy(chunk, place, save, keep) for save in kept)
 
 
-def _placed(tokens: int, fixed: Mapping[str, Any], offload: bool) -> list[tuple[str, int]]:
+def _placed(first: int, fixed: Mapping[str, Any], offload: bool) -> list[tuple[str, int]]:
     """(place, chunk) by preference."""
     places = (fixed["offload"],) if "offload" in fixed else POLICIES if offload else ("none",)
     if "chunk" in fixed:
         return [(place, fixed["chunk"]) for place in places]
-    first = first_chunk(tokens)
     sizes = [first >> i for i in range(first.bit_length()) if first >> i >= SMALLEST]
     first_only = len(places) > 1  # a smaller chunk comes after the offload, not instead of it
     found = [

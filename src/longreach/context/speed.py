@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..quant.experts import EXPERT_SCRATCH
 from .policy import Policy
 from .work import FLOAT, Work, packs_linears
 
@@ -38,6 +39,9 @@ class Card:
 
 
 T = 1e12
+# Seconds that a layer takes per chunk beyond what its work would: launches and what does not overlap; forward and backward
+# together, as measured on an H200 at 16K to 128K tokens. With experts there are more, and smaller ones.
+PER_CHUNK, PER_CHUNK_OF_EXPERTS = 2.4e-3, 7.7e-3
 CARDS: dict[str, Card] = {
     card.name: card
     for card in (
@@ -78,11 +82,17 @@ class Flop:
 
 
 def attention_pairs(work: Work) -> float:
-    """Query-key pairs that causal attention computes in all layers of the tree, the shared prompt once."""
-    total = 0.0
+    """Query-key pairs that causal attention computes in all layers of the tree, the shared prompt once.
+
+    In the last layer only tokens with a label are queries, unless the model is called for every row.
+    """
     leaf, root = work.completion + 1, work.prompt - 1
+    total = 0.0
     for window in work.shape.windows:
         total += _causal(0, root, window) + work.group * _causal(root, leaf, window)
+    if work.compact:
+        last = work.shape.windows[-1]
+        total -= _causal(0, root, last) + work.group * (_causal(root, leaf, last) - _causal(root, leaf - 1, last))
     return work.prompts * total
 
 
@@ -122,15 +132,20 @@ def step_seconds(work: Work, policy: Policy, card: Card) -> float:
     touched = 14 * shape.hidden + 12 * shape.query + 12 * shape.keys + 12 * shape.mlp * max(1, shape.active)
     stream = shape.layers * work.tokens * b * touched / card.bandwidth
     adam = 16 * work.trained * work.trained_itemsize / card.bandwidth
-    seconds = compute + stream + adam + _unpacking(work, card)
+    visits = shape.layers * -(-work.tokens // policy.chunk)
+    waits = visits * (PER_CHUNK_OF_EXPERTS if shape.experts else PER_CHUNK)
+    seconds = compute + stream + adam + waits + _unpacking(work, policy, card)
     return max(seconds, _copied(work, policy) / card.link)
 
 
-def _unpacking(work: Work, card: Card) -> float:
-    """Seconds to dequantize every weight once in the forward and once in the backward."""
-    shape, form = work.shape, work.format
-    written = shape.linear_matrices * form.itemsize if packs_linears(shape, work.weights) else 0
-    written += shape.expert_matrices * form.itemsize if form.packed else 0
+def _unpacking(work: Work, policy: Policy, card: Card) -> float:
+    """Seconds to dequantize every weight once in the forward and once in the backward; experts that do not fit their scratch
+    once for each chunk."""
+    shape, b = work.shape, work.itemsize
+    written = shape.linear_matrices * b if packs_linears(shape, work.weights) else 0
+    if work.format.packed:
+        experts = shape.expert_matrices * b
+        written += experts * (1 if experts <= EXPERT_SCRATCH else -(-work.tokens // policy.chunk))
     return 2 * shape.layers * written * 1.3 / card.bandwidth
 
 

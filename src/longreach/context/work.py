@@ -130,7 +130,7 @@ class Work:
         released: a layer's gradients go into the optimizer's step as soon as they exist.
         replicas: processes that exchange gradients.
         loaded: bytes of the model as it was loaded, adapters not counted; None to derive them from `weights`.
-        trained_bytes: of the parameters that train, as they were made; None to derive them from `ranks`.
+        trained_bytes, trained_count: of the parameters that train, as they were made; None to derive them from `ranks`.
         eight_bit_tables: embedding and head are stored in 8 bits.
         standing: bytes of a rollout's cache that stay on the device during the step.
     """
@@ -149,6 +149,7 @@ class Work:
     replicas: int = 1
     loaded: int | None = None
     trained_bytes: int | None = None
+    trained_count: int | None = None
     eight_bit_tables: bool = False
     standing: int = 0
 
@@ -201,12 +202,14 @@ class Work:
     @property
     def trained(self) -> int:
         """Parameters that train."""
-        if self.trained_bytes is not None:
-            return self.trained_bytes // self.trained_itemsize
+        if self.trained_count is not None:
+            return self.trained_count
         return self.shape.layers * self.layer_adapter if self.ranks else self.shape.parameters
 
     @property
     def trained_itemsize(self) -> int:
+        if self.trained_bytes and self.trained_count:
+            return round(self.trained_bytes / self.trained_count)
         return FLOAT if self.ranks else self.itemsize
 
     @property
