@@ -6,6 +6,7 @@ Accelerate refuses fp16 on a CPU, so the trainer is given there what it has on a
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,10 @@ from transformers import TrainerCallback
 
 import longreach
 import longreach.trainers as ours
+from longreach import zoo
 from longreach.context.support import UnsupportedModelError
+from longreach.trainers.config import choose_fp16
+from longreach.trainers.loading import load_model
 from longreach.trainers.stepping import Fp16OverflowError
 
 from . import tiny
@@ -134,8 +138,8 @@ def test_weights_that_train_in_fp16_are_refused(tmp_path, fp16):
         fp16(sft(tmp_path, policy=tiny.model().half()), 2.0**16)
 
 
-def overflow(model, tree, scale, place):
-    """Gradients of a loss scaled so far that `place` overflows."""
+def scaled_step(model, tree, scale):
+    """Whether the step changed nothing, and whether the scale fell."""
     scaler = torch.amp.GradScaler("cpu", init_scale=scale)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     loss = -torch.cat(longreach.token_logprobs(model, tree)).mean()
@@ -161,7 +165,7 @@ def test_no_overflow_is_silent(scale):
     draw = torch.Generator().manual_seed(0)
     prompt, *answers = (torch.randint(3, 90, (n,), generator=draw) for n in (30, 9, 14))
     tree = longreach.TokenTree.from_groups([(prompt, answers)])
-    same, lowered = overflow(model, tree, scale, None)
+    same, lowered = scaled_step(model, tree, scale)
     assert same == lowered == (scale > 2.0**20)
 
 
@@ -171,3 +175,30 @@ def test_gemma_is_refused():
     model = build("gemma3", torch.float16, lora=False)
     with pytest.raises(UnsupportedModelError, match="'gemma3_text' leaves the range of fp16"):
         longreach.enable(model)
+
+
+@pytest.mark.parametrize(
+    "bf16, fp16, cpu, native, expected",
+    [
+        (None, False, False, False, True),  # a T4, nothing chosen
+        (None, False, False, True, False),
+        (True, False, False, False, False),
+        (False, False, False, False, False),
+        (None, False, True, False, False),
+    ],
+)
+def test_a_card_without_bf16_gets_fp16_unless_chosen(bf16, fp16, cpu, native, expected, monkeypatch, caplog):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: native or including_emulation)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
+    config = SimpleNamespace(bf16=bf16, fp16=fp16, use_cpu=cpu)
+    choose_fp16(config)
+    assert config.fp16 == expected and ("Tesla T4 has no bf16: fp16=True is used" in caplog.text) == expected
+
+
+def test_frozen_weights_are_loaded_in_fp16(tmp_path):
+    """Under an adapter; what trains stays in fp32."""
+    args = ours.SFTConfig(str(tmp_path), fp16=True, bf16=False, use_cpu=True)
+    for adapter, dtype in ((tiny.lora(), torch.float16), (None, torch.float32)):
+        model = load_model(str(zoo.model_path()), args, peft_config=adapter)
+        assert {p.dtype for p in model.parameters()} == {dtype}

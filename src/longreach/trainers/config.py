@@ -35,7 +35,9 @@ def _engine_field(default: Any, help: str) -> Any:
 
 
 CHUNK_HELP = "Tokens per chunk of a decoder layer, or 'auto'. Any size gives the same gradients."
-OFFLOAD_HELP = "Waits on the host: 'none', 'host' (layer inputs), 'rows' (hidden row too), 'keys' (keys, values too), 'auto'."
+OFFLOAD_HELP = (
+    "Waits on the host: 'none', 'host' (layer inputs), 'rows' (hidden row too), 'keys' (keys, values too), 'auto'."
+)
 KEEP_HELP = "Keep the inputs of every so-many-th layer only, the others are computed again; a whole number or 'auto'."
 MISFIT_HELP = (
     "When the largest step cannot fit by plan: 'error' refuses to start, 'warn' goes on with what needs least memory."
@@ -102,7 +104,7 @@ class GRPOConfig(trl.GRPOConfig):
     rollout_correction: bool = _engine_field(False, "Weigh tokens by the trainer/sampler ratio, as TRL does for vLLM.")
 
     def __post_init__(self) -> None:
-        _choose_fp16(self)
+        choose_fp16(self)
         super().__post_init__()
         check_engine_fields(self)
         _check_choice("on_overlong", self.on_overlong, PROMPT_OVERLONG)
@@ -155,7 +157,7 @@ class SFTConfig(trl.SFTConfig):
     optimizer_states: str = _engine_field("device", STATES_HELP)
 
     def __post_init__(self) -> None:
-        _choose_fp16(self)
+        choose_fp16(self)
         super().__post_init__()
         check_engine_fields(self)
         _check_choice("on_overlong", self.on_overlong, SEQUENCE_OVERLONG)
@@ -189,7 +191,7 @@ def check_engine_fields(config: GRPOConfig | SFTConfig) -> None:
         )
 
 
-def _choose_fp16(config: GRPOConfig | SFTConfig) -> None:
+def choose_fp16(config: GRPOConfig | SFTConfig) -> None:
     """TRL's default is bf16; a card that only emulates it gets fp16 instead, if nothing was chosen."""
     if config.bf16 is not None or config.fp16 or config.use_cpu or not torch.cuda.is_available():
         return
@@ -225,6 +227,10 @@ def _check_release(config: GRPOConfig | SFTConfig, *, accumulation: int) -> None
     if config.fp16:
         raise ValueError(
             f"{told}, but fp16=True may have to skip a step after all gradients are known; use bf16=True, or fp16=False for fp32"
+        )
+    if config.auto_find_batch_size:
+        raise ValueError(
+            f"{told}, so a step that runs out of memory can't be taken again with fewer rows: set auto_find_batch_size=False"
         )
     if config.world_size > 1 or config.deepspeed or config.fsdp:
         raise ValueError(
