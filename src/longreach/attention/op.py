@@ -194,8 +194,7 @@ def attention_backward(
     kv = spec.kv
     kv.begin_chunk(spec.start, spec.start + len(q_CHD))
     wide = wide_dtype(q_CHD.dtype)
-    single = len(spec.calls) == 1
-    dq_CHD = torch.empty(0) if single else torch.zeros(q_CHD.shape, dtype=wide, device=q_CHD.device)
+    dq_CHD = None
     for call, following in itertools.zip_longest(spec.calls, spec.calls[1:]):
         rows = slice(call.q0, call.q1)
         k_NKD, v_NKW = kv.read(call.keys)
@@ -205,12 +204,13 @@ def attention_backward(
             dout_CHW[rows], q_CHD[rows], k_NKD, v_NKW, out_CHW[rows], lse_HC[:, rows], call.cu_q, call.cu_k,
             causal=call.causal, window=call.window, softcap=spec.softcap, scale=spec.scale,
         )  # fmt: skip
-        if single:
-            dq_CHD = dq
+        if dq_CHD is None:  # the first call is the chunk's own block: it covers every query
+            dq_CHD = dq if following is None else dq.to(wide)
         else:
             dq_CHD[rows] += dq
         kv.add(call.keys, dk, dv)
         del dq, dk, dv, k_NKD, v_NKW  # before the next call makes its own
+    assert dq_CHD is not None
     dsinks_H = None
     if sinks_H is not None:
         delta_HC = (dout_CHW.to(wide) * out_CHW.to(wide)).sum(-1).transpose(0, 1)

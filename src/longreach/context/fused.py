@@ -77,13 +77,14 @@ class FusedLayer:
         check_window(attention, self.window)
 
     @classmethod
-    def of(cls, layer: nn.Module, dtype: torch.dtype, *, keep: bool = True) -> FusedLayer | None:
+    def of(cls, layer: nn.Module, dtype: torch.dtype, *, keep: bool = True, checked: bool = False) -> FusedLayer | None:
         """The hand-written form of a layer, or None where the module itself must run.
 
-        `keep`: weights that are stored in 4 bits are made once for the pass, not for each product.
+        `keep`: weights that are stored in 4 bits are made once for the pass, not for each product. `checked`: the layer had
+        this form in the forward, so its modules need not be searched again.
         """
         family = FAMILIES.get(type(layer).__name__)
-        if family is None or any(has_hooks(m) for m in layer.modules()):
+        if family is None or not (checked or unhooked(layer)):
             return None
         kind = layer.mlp.config  # type: ignore[union-attr]
         act = getattr(kind, "hidden_act", None) or getattr(kind, "hidden_activation", None)
@@ -94,6 +95,8 @@ class FusedLayer:
         if linears is None:
             return None
         fused = cls(layer, family, linears, dtype)
+        if checked:
+            return fused
         known = {p for line in linears.values() for p in line.parameters} | {m.weight for m in fused.norms()}
         if any(p.requires_grad and p not in known for p in layer.parameters()):
             return None
@@ -326,8 +329,13 @@ def _eps(module: Any) -> float:
     return module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Hooks that a hand-written layer would skip; Transformers' output recorders sleep unless asked for, ours have acted."""
-    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values(), *module._backward_hooks.values()]
-    awake = [h for h in hooks if not getattr(h, "__module__", "").startswith(SLEEPING)]
-    return bool(awake) or hasattr(module, "_hf_hook")
+def unhooked(layer: nn.Module) -> bool:
+    """Whether no module has hooks that a hand-written layer would skip; Transformers' output recorders sleep unless asked for,
+    ours have acted."""
+    for module in layer.modules():
+        if "_hf_hook" in module.__dict__:  # accelerate's
+            return False
+        for hooks in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks):
+            if hooks and any(not getattr(h, "__module__", "").startswith(SLEEPING) for h in hooks.values()):
+                return False
+    return True

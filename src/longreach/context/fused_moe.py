@@ -20,7 +20,7 @@ from ..kernels import route
 from ..lora import Experts, Linear
 from ..lora.linear import Grads
 from ..quant.mixture import mixture_backward, mixture_forward
-from .fused import FAMILIES, QKV, Family, FusedLayer, find_linears, has_hooks
+from .fused import FAMILIES, QKV, Family, FusedLayer, find_linears, unhooked
 
 
 @dataclass(frozen=True)
@@ -45,15 +45,17 @@ MOE_FAMILIES = {
 }
 
 
-def fused_layer(layer: nn.Module, dtype: torch.dtype, *, keep: bool = True) -> FusedLayer | None:
+def fused_layer(
+    layer: nn.Module, dtype: torch.dtype, *, keep: bool = True, keep_linears: bool = True, checked: bool = False
+) -> FusedLayer | None:
     """The hand-written form of a layer for one pass over its chunks, or None where the module itself must run.
 
-    `keep`: as for `FusedLayer.of`.
+    `keep` (for a dense layer `keep_linears`), `checked`: as for `FusedLayer.of`.
     """
     kind = type(layer).__name__
     if kind in MOE_FAMILIES and hasattr(layer.mlp, "experts"):
-        return FusedMoeLayer.of(layer, dtype, keep=keep)
-    return FusedLayer.of(layer, dtype, keep=keep) if kind in FAMILIES else None
+        return FusedMoeLayer.of(layer, dtype, keep=keep, checked=checked)
+    return FusedLayer.of(layer, dtype, keep=keep_linears, checked=checked) if kind in FAMILIES else None
 
 
 class FusedMoeLayer(FusedLayer):
@@ -69,9 +71,11 @@ class FusedMoeLayer(FusedLayer):
         self.scales = {m: _Scale(m, moe.wide_norm) for m in self.norms()}
 
     @classmethod
-    def of(cls, layer: nn.Module, dtype: torch.dtype, *, keep: bool = True) -> FusedMoeLayer | None:
+    def of(
+        cls, layer: nn.Module, dtype: torch.dtype, *, keep: bool = True, checked: bool = False
+    ) -> FusedMoeLayer | None:
         moe = MOE_FAMILIES.get(type(layer).__name__)
-        if moe is None or any(has_hooks(m) for m in layer.modules()):
+        if moe is None or not (checked or unhooked(layer)):
             return None
         linears = find_linears([(layer.self_attn, (*QKV, "o_proj"))], dtype, keep)
         router: Any = getattr(layer.mlp, moe.router)

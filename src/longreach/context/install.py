@@ -122,6 +122,7 @@ class Engine:
         self.pending: Run | None = None
         self.run: Run | None = None
         self._restore: list[Any] = []
+        self._loaded: tuple[list[Any], Loaded] | None = None
         self._scatter: tuple[Tensor, int, int] | None = None
         self.routers = self._find_routers()
         self.precision = WideResidual(self.decoder, self.layers, self.config.model_type)  # its hooks come before ours
@@ -161,7 +162,15 @@ class Engine:
     def settle(self, tokens: int, labelled: int | None = None, compact: bool = True) -> Plan:
         """How a run goes: from sizes and the total memory of card and host, never from what is free."""
         fixed = {k: v for k, v in asdict(self.options).items() if v is not None and k != "fuse"}
-        return automatic(Loaded.of(self.causal, processes_here()), tokens, labelled or tokens, compact, fixed)
+        # Reading a model takes as long as some layers: again only when other parameters train or modules have come or gone.
+        trained = [
+            (p.requires_grad, p.device, p.dtype)
+            for layer in self.layers[:1] + self.layers[-1:]
+            for p in layer.parameters()
+        ]
+        if self._loaded is None or self._loaded[0] != trained:
+            self._loaded = trained, Loaded.of(self.causal, processes_here())
+        return automatic(self._loaded[1], tokens, labelled or tokens, compact, fixed)
 
     @contextlib.contextmanager
     def _resumed(self, run: Run, plan: Plan) -> Iterator[None]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attention import KeyValues
-from ..quant.linear import shared_weights
+from ..quant.linear import FEW_TOKENS, shared_weights
 from .fused import FusedLayer
 from .fused_moe import fused_layer
 from .kv import ChunkContext, KeyValueMemory, StateMemory, StopForward
@@ -164,12 +164,20 @@ class LayerCall:
             self.run, self.last
         )
         self.router = self.run.routers.get(self.index)
+        self.form = "unknown"  # then "fused" or "module", found once for forward and backward
 
     def fused(self) -> FusedLayer | None:
         """The layer's hand-written form for one pass, if it has one and computes in the dtype of the hidden state."""
         if not self.run.fuse or self.linear or self.router is not None:
             return None
-        return fused_layer(self.layer, self.dtype, keep=len(self.memory.chunks) > 1)
+        if self.form == "module":
+            return None
+        several, few = len(self.memory.chunks) > 1, self.run.layout.tokens <= FEW_TOKENS
+        made = fused_layer(
+            self.layer, self.dtype, keep=several, keep_linears=several and not few, checked=self.form == "fused"
+        )
+        self.form = "module" if made is None else "fused"
+        return made
 
     def sharing(self) -> contextlib.AbstractContextManager[None]:
         """Around a pass: weights in 4 bits are made once for all of its chunks."""

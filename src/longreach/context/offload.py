@@ -159,7 +159,7 @@ LEAVING = (2, 256 * 2**20)  # tensors, or bytes if that is more
 
 
 def arrived(device: torch.device, tensors: int = 0, size: int = 0) -> None:
-    """Let the current stream wait for the oldest copies to the host until only so many are under way; their memory is free then."""
+    """Let the current stream wait for the oldest copies to the host until only so many are under way, and free their memory."""
     leaving = _leaving.get(device)
     while leaving and len(leaving) > tensors and sum(x.nbytes for x, _ in leaving) > size:
         torch.cuda.current_stream(device).wait_event(leaving.popleft()[1])
