@@ -301,6 +301,7 @@ def large() -> dict[str, Case]:
         "few-rows-gate-up-64": few_rows(64, 19520, 2560),
         "fourbit-mxfp4-1": fourbit(1, (2880,), 2880, "mxfp4"),
         "experts-oss-1": experts(1, 4, 32, 2880, 2880),
+        "experts-oss-adapter-3": experts(3, 4, 32, 2880, 2880, rank=32),
         "experts-oss-33": experts(33, 4, 32, 2880, 2880),
         "fourbit-mxfp4-33": fourbit(33, (2880,), 2880, "mxfp4"),
         "qkv-qwen": qkv(33, (32, 8), 128, 128, rank=32),
@@ -310,7 +311,9 @@ def large() -> dict[str, Case]:
     }
 
 
-def experts(B: int, k: int, E: int, M: int, F: int, *, bias: bool = True, one: int | None = None) -> Case:
+def experts(
+    B: int, k: int, E: int, M: int, F: int, *, bias: bool = True, one: int | None = None, rank: int = 0
+) -> Case:
     """`one`: every token chooses this expert first."""
 
     def run(device: str, dtype: torch.dtype) -> list[Tensor]:
@@ -327,6 +330,8 @@ def experts(B: int, k: int, E: int, M: int, F: int, *, bias: bool = True, one: i
         out = decode_experts(
             make(B, M), chosen.to(device), make(B, k), gate_up_codes=up[0], gate_up_scales=up[1], down_codes=down[0],
             down_scales=down[1], gate_up_bias=make(E, 2 * F) if bias else None, down_bias=make(E, M) if bias else None,
+            gate_up_low=(make(E, rank, M), make(E, rank, 2 * F, scale=0.1)) if rank else None,
+            down_low=(make(E, rank, F), make(E, rank, M, scale=0.1)) if rank else None,
         )  # fmt: skip
         return [out]
 
@@ -350,6 +355,8 @@ def small_experts() -> dict[str, Case]:
         "choice": choice(5, 32, 4),
         "choice-odd": choice(3, 9, 3),
         "experts-one-token": experts(1, 2, 5, 64, 96),
+        "experts-one-token-adapter": experts(1, 2, 5, 64, 96, rank=8),
+        "experts-adapter": experts(9, 2, 5, 64, 96, rank=16, one=1),
         "experts-two-tokens": experts(2, 4, 8, 96, 32, bias=False),
         "experts-crowded": experts(21, 2, 6, 64, 96, one=3),
         "experts-sparse": experts(3, 3, 40, 160, 64, bias=False),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from . import decode_reference
+from .decode_reference import ExpertWeight
 from .dequant import MX_BLOCK
 from .dispatch import check_rows, check_shape, implementation
 
@@ -28,6 +29,8 @@ def decode_experts(
     down_bias: Tensor | None = None,
     alpha: float = 1.702,
     limit: float = 7.0,
+    gate_up_low: tuple[Tensor, Tensor] | None = None,
+    down_low: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Sum over a token's choices of weight * expert(x), as gpt-oss's experts (its model card, arXiv 2508.10925).
 
@@ -40,6 +43,8 @@ def decode_experts(
         gate_up_codes, gate_up_scales: uint8 [E, 2F, M / 32, 16] and [E, 2F, M / 32], as gpt-oss stores them.
         down_codes, down_scales: uint8 [E, M, F / 32, 16] and [E, M, F / 32].
         gate_up_bias, down_bias: [E, 2F] and [E, M], any float dtype.
+        gate_up_low, down_low: adapters (a [E, r, I], b [E, r, O]) of the two products, in x's dtype, the scale folded into b;
+            each product gains (x a') b, with x a' rounded to x's dtype. O features of gate and up are in the order of the codes.
 
     Returns:
         [B, M] in x's dtype.
@@ -69,12 +74,23 @@ def decode_experts(
     for name, bias, columns in (("gate_up_bias", gate_up_bias, features), ("down_bias", down_bias, M)):
         if bias is not None:
             check_shape(op, name, bias, (E, columns), "the codes")
+    for name, low, shape in (("gate_up_low", gate_up_low, (M, features)), ("down_low", down_low, (width, M))):
+        if low is not None:
+            a_ErI, b_ErO = low
+            rank = a_ErI.shape[1]
+            check_shape(op, f"{name} a", a_ErI, (E, rank, shape[0]), "the codes")
+            check_shape(op, f"{name} b", b_ErO, (E, rank, shape[1]), "the codes and a")
+            if not (a_ErI.is_contiguous() and b_ErO.is_contiguous() and a_ErI.dtype == b_ErO.dtype == x_BM.dtype):
+                raise ValueError(
+                    f"{op}: {name} is {a_ErI.dtype}, {b_ErO.dtype}, strides {a_ErI.stride()}, {b_ErO.stride()}; expected "
+                    f"contiguous {x_BM.dtype}"
+                )
     if x_BM.is_cuda and B > FEW_TOKENS:
         raise ValueError(f"{op}: x has {B} rows; expected at most {FEW_TOKENS}: beyond that use the experts' module")
     check_rows(op, x=x_BM, expert=expert_Bk, weight=weight_Bk, gate_up_bias=gate_up_bias, down_bias=down_bias)
     return implementation(x_BM, "decode_experts", decode_reference).decode_experts(
-        x_BM, expert_Bk, weight_Bk, (gate_up_codes, gate_up_scales, gate_up_bias), (down_codes, down_scales, down_bias),
-        alpha, limit,
+        x_BM, expert_Bk, weight_Bk, ExpertWeight(gate_up_codes, gate_up_scales, gate_up_bias, gate_up_low),
+        ExpertWeight(down_codes, down_scales, down_bias, down_low), alpha, limit,
     )  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -200,7 +200,14 @@ def decode_sample(logits_BV: Tensor, temperature_B: Tensor, seed_B: Tensor, coun
 
 # --- experts ------------------------------------------------------------------------------------------------------
 
-ExpertWeight = tuple[Tensor, Tensor, Tensor | None]  # codes, scales, bias
+
+class ExpertWeight(NamedTuple):
+    """A weight of all experts in MXFP4, and its adapter (a, b)."""
+
+    codes: Tensor
+    scales: Tensor
+    bias: Tensor | None
+    low: tuple[Tensor, Tensor] | None
 
 
 def decode_experts(
@@ -224,10 +231,12 @@ def decode_experts(
 
 
 def _expert_product(x: Tensor, e: int, weight: ExpertWeight) -> Tensor:
-    codes, scales, bias = weight
+    codes, scales, bias, low = weight
     out = torch.empty(codes.shape[1], x.shape[1], dtype=x.dtype, device=x.device)
     y = x @ reference.dequantize_mxfp4(codes[e], scales[e], out).t()
-    return y if bias is None else y + bias[e].to(y.dtype)
+    if bias is not None:
+        y = y + bias[e].to(y.dtype)
+    return y if low is None else y + (x @ low[0][e].t()) @ low[1][e]
 
 
 def choose_experts(logits_BE: Tensor, k: int) -> tuple[Tensor, Tensor]:

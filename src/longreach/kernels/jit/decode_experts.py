@@ -36,6 +36,42 @@ def _gated(y_OT, alpha, limit, BLOCK_O: tl.constexpr, BLOCK_T: tl.constexpr):
     return (up + 1.0) * gate * tl.sigmoid(alpha * gate)
 
 
+# --- adapters -----------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _low_kernel(
+    x_ptr, expert_ptr, a_ptr, t_ptr, k, rank, width, x_row, GATHER: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_I: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """t[choice] = x a' of the choice's expert."""
+    wait_for_inputs(EARLY)
+    choice = tl.program_id(1)
+    row = choice
+    if GATHER:
+        row = choice // k
+    expert = tl.load(expert_ptr + choice).to(tl.int64)
+    r_R = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    a_at = a_ptr + (expert * rank + r_R)[:, None] * width
+    acc = tl.zeros([BLOCK_R, BLOCK_I], tl.float32)
+    for i in range(0, width, BLOCK_I):
+        i_I = i + tl.arange(0, BLOCK_I)
+        a = tl.load(a_at + i_I[None, :], mask=(r_R < rank)[:, None] & (i_I < width)[None, :], other=0.0)
+        x = tl.load(x_ptr + row.to(tl.int64) * x_row + i_I, mask=i_I < width, other=0.0)
+        acc += a.to(tl.float32) * x.to(tl.float32)[None, :]
+    tl.store(t_ptr + choice * rank + r_R, tl.sum(acc, 1).to(t_ptr.dtype.element_ty), mask=r_R < rank)
+
+
+@triton.jit
+def _low_row(t_ptr, b_ptr, choice, expert, rank, rows, o_O, BLOCK_R: tl.constexpr):
+    """t b of one choice: [O]."""
+    r_R = tl.arange(0, BLOCK_R)
+    t_R = tl.load(t_ptr + choice * rank + r_R, mask=r_R < rank, other=0.0).to(tl.float32)
+    b_at = b_ptr + (expert * rank + r_R)[:, None] * rows + o_O[None, :]
+    b_RO = tl.load(b_at, mask=(r_R < rank)[:, None] & (o_O < rows)[None, :], other=0.0).to(tl.float32)
+    return tl.sum(t_R[:, None] * b_RO, 0)
+
+
 # --- a handful of tokens ------------------------------------------------------------------------------------------
 
 
@@ -65,8 +101,10 @@ def _row_times(
 
 @triton.jit
 def _gate_up_row_kernel(
-    x_ptr, expert_ptr, codes_ptr, scales_ptr, bias_ptr, table_ptr, h_ptr, k, rows, width, x_row, bias_row, alpha, limit,
-    BLOCK_O: tl.constexpr, BLOCK_G: tl.constexpr, J: tl.constexpr, BIAS: tl.constexpr, REGISTERS: tl.constexpr,
+    x_ptr, expert_ptr, codes_ptr, scales_ptr, bias_ptr, t_ptr, b_ptr, table_ptr, h_ptr, k, rank, rows, width, x_row,
+    bias_row, alpha, limit,
+    BLOCK_O: tl.constexpr, BLOCK_G: tl.constexpr, J: tl.constexpr, BIAS: tl.constexpr, LOW: tl.constexpr,
+    REGISTERS: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(EARLY)
@@ -79,6 +117,8 @@ def _gate_up_row_kernel(
     )  # fmt: skip
     if BIAS:
         y_O += tl.load(bias_ptr + expert * bias_row + o_O, mask=o_O < rows, other=0.0).to(tl.float32)
+    if LOW > 0:
+        y_O += _low_row(t_ptr, b_ptr, choice, expert, rank, rows, o_O, LOW)
     h_P = tl.reshape(_gated(tl.reshape(y_O, [BLOCK_O, 1]), alpha, limit, BLOCK_O, 1), [BLOCK_O // 2])
     p_P = tl.program_id(0) * (BLOCK_O // 2) + tl.arange(0, BLOCK_O // 2)
     tl.store(h_ptr + choice.to(tl.int64) * (rows // 2) + p_P, h_P.to(h_ptr.dtype.element_ty), mask=p_P < rows // 2)
@@ -86,8 +126,10 @@ def _gate_up_row_kernel(
 
 @triton.jit
 def _down_row_kernel(
-    h_ptr, expert_ptr, weight_ptr, codes_ptr, scales_ptr, bias_ptr, table_ptr, out_ptr, k, rows, width, bias_row,
-    BLOCK_O: tl.constexpr, BLOCK_G: tl.constexpr, J: tl.constexpr, BIAS: tl.constexpr, REGISTERS: tl.constexpr,
+    h_ptr, expert_ptr, weight_ptr, codes_ptr, scales_ptr, bias_ptr, t_ptr, b_ptr, table_ptr, out_ptr, k, rank, rows,
+    width, bias_row,
+    BLOCK_O: tl.constexpr, BLOCK_G: tl.constexpr, J: tl.constexpr, BIAS: tl.constexpr, LOW: tl.constexpr,
+    REGISTERS: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(EARLY)
@@ -103,6 +145,8 @@ def _down_row_kernel(
         )  # fmt: skip
         if BIAS:
             y_O += tl.load(bias_ptr + expert * bias_row + o_O, mask=o_O < rows, other=0.0).to(tl.float32)
+        if LOW > 0:
+            y_O += _low_row(t_ptr, b_ptr, choice, expert, rank, rows, o_O, LOW)
         sum_O += y_O * tl.load(weight_ptr + choice).to(tl.float32)
     tl.store(out_ptr + token.to(tl.int64) * rows + o_O, sum_O.to(out_ptr.dtype.element_ty), mask=o_O < rows)
 
@@ -142,9 +186,11 @@ def _order_kernel(
 
 @triton.jit
 def _tile_kernel(
-    x_ptr, choice_ptr, tile_expert_ptr, weight_ptr, codes_ptr, scales_ptr, bias_ptr, table_ptr, out_ptr, k, rows, width, x_row,
+    x_ptr, choice_ptr, tile_expert_ptr, weight_ptr, codes_ptr, scales_ptr, bias_ptr, t_ptr, b_ptr, table_ptr, out_ptr, k,
+    rank, rows, width, x_row,
     bias_row, alpha, limit, BLOCK_O: tl.constexpr, BLOCK_G: tl.constexpr, J: tl.constexpr, TILE: tl.constexpr,
-    STAGES: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, REGISTERS: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, LOW: tl.constexpr, REGISTERS: tl.constexpr,
+    PRECISION: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """Gated: h[choice] from x[choice // k]. Else out[choice] = weight * (W x[choice] + bias), fp32."""
@@ -174,6 +220,13 @@ def _tile_kernel(
             acc_OT = tl.dot(w_OI, tl.trans(x_TI), acc=acc_OT, input_precision=PRECISION)
         if BIAS:
             acc_OT += tl.load(bias_ptr + expert * bias_row + o_O, mask=o_O < rows, other=0.0).to(tl.float32)[:, None]
+        if LOW > 0:
+            r_R = tl.arange(0, LOW)
+            t_at = t_ptr + choice_T[:, None] * rank + r_R[None, :]
+            t_TR = tl.load(t_at, mask=inside_T[:, None] & (r_R < rank)[None, :], other=0.0)
+            b_at = b_ptr + (expert * rank + r_R)[None, :] * rows + o_O[:, None]
+            b_OR = tl.load(b_at, mask=(o_O < rows)[:, None] & (r_R < rank)[None, :], other=0.0)
+            acc_OT = tl.dot(b_OR, tl.trans(t_TR), acc=acc_OT, input_precision=PRECISION)
         if GATED:
             h_PT = _gated(acc_OT, alpha, limit, BLOCK_O, TILE)
             p_P = tl.program_id(0) * (BLOCK_O // 2) + tl.arange(0, BLOCK_O // 2)
@@ -242,24 +295,43 @@ def decode_experts(
 
 
 def _rows(x_BM, expert_Bk, weight_Bk, gate_up, down, alpha, limit, table, registers) -> Tensor:
-    (B, M), k, features = x_BM.shape, expert_Bk.shape[1], gate_up[0].shape[1]
+    (B, M), k, features = x_BM.shape, expert_Bk.shape[1], gate_up.codes.shape[1]
     width = features // 2
     h_AF = torch.empty(B * k, width, dtype=x_BM.dtype, device=x_BM.device)
     out_BM = torch.empty(B, M, dtype=x_BM.dtype, device=x_BM.device)
     first, second = _row_sizes(B * k * features), _row_sizes(B * M)
-    codes, scales, bias = gate_up
+    t, b, low = _low(x_BM, expert_Bk, gate_up, gather=True)
     launch(
-        _gate_up_row_kernel, (parts(features, first["BLOCK_O"]), B * k), x_BM, expert_Bk, codes, scales,
-        x_BM if bias is None else bias, table, h_AF, k, features, M, x_BM.stride(0), 0 if bias is None else bias.stride(0),
-        alpha, limit, J=J, BIAS=bias is not None, REGISTERS=registers, **first,
+        _gate_up_row_kernel, (parts(features, first["BLOCK_O"]), B * k), x_BM, expert_Bk, gate_up.codes, gate_up.scales,
+        x_BM if gate_up.bias is None else gate_up.bias, t, b, table, h_AF, k, low["rank"], features, M, x_BM.stride(0),
+        _bias_row(gate_up), alpha, limit, J=J, BIAS=gate_up.bias is not None, LOW=low["LOW"], REGISTERS=registers, **first,
     )  # fmt: skip
-    codes, scales, bias = down
+    t, b, low = _low(h_AF, expert_Bk, down, gather=False)
     launch(
-        _down_row_kernel, (parts(M, second["BLOCK_O"]), B), h_AF, expert_Bk, weight_Bk, codes, scales,
-        h_AF if bias is None else bias, table, out_BM, k, M, width, 0 if bias is None else bias.stride(0),
-        J=J, BIAS=bias is not None, REGISTERS=registers, **second,
+        _down_row_kernel, (parts(M, second["BLOCK_O"]), B), h_AF, expert_Bk, weight_Bk, down.codes, down.scales,
+        h_AF if down.bias is None else down.bias, t, b, table, out_BM, k, low["rank"], M, width, _bias_row(down),
+        J=J, BIAS=down.bias is not None, LOW=low["LOW"], REGISTERS=registers, **second,
     )  # fmt: skip
     return out_BM
+
+
+def _bias_row(weight: ExpertWeight) -> int:
+    return 0 if weight.bias is None else weight.bias.stride(0)
+
+
+def _low(x: Tensor, expert_Bk: Tensor, weight: ExpertWeight, *, gather: bool) -> tuple[Tensor, Tensor, dict[str, int]]:
+    """x a' of every choice, b, and their sizes; x stands in for what is not there."""
+    if weight.low is None:
+        return x, x, {"rank": 0, "LOW": 0}
+    a_ErI, b_ErO = weight.low
+    rank, width = a_ErI.shape[1:]
+    choices = expert_Bk.numel()
+    t_Ar = torch.empty(choices, rank, dtype=x.dtype, device=x.device)
+    launch(
+        _low_kernel, (parts(rank, 8), choices), x, expert_Bk, a_ErI, t_Ar, expert_Bk.shape[1], rank, width, x.stride(0),
+        GATHER=gather, BLOCK_R=8, BLOCK_I=512, num_warps=4,
+    )  # fmt: skip
+    return t_Ar, b_ErO, {"rank": rank, "LOW": max(16, padded(rank))}
 
 
 def _row_sizes(features: int) -> dict[str, int]:
@@ -270,7 +342,7 @@ def _row_sizes(features: int) -> dict[str, int]:
 
 
 def _tiles(x_BM, expert_Bk, weight_Bk, gate_up, down, alpha, limit, table, registers) -> Tensor:
-    (B, M), k, (E, features) = x_BM.shape, expert_Bk.shape[1], gate_up[0].shape[:2]
+    (B, M), k, (E, features) = x_BM.shape, expert_Bk.shape[1], gate_up.codes.shape[:2]
     choices, width = B * k, features // 2
     most = min(choices, E) + choices // TILE  # tiles, whatever is chosen
     choice, tile_expert = (
@@ -284,14 +356,15 @@ def _tiles(x_BM, expert_Bk, weight_Bk, gate_up, down, alpha, limit, table, regis
     y_AM = torch.empty(choices, M, dtype=torch.float32, device=x_BM.device)
     out_BM = torch.empty(B, M, dtype=x_BM.dtype, device=x_BM.device)
     for gated, given, out, weight in ((True, x_BM, h_AF, gate_up), (False, h_AF, y_AM, down)):
-        codes, scales, bias = weight
-        rows = codes.shape[1]
+        rows = weight.codes.shape[1]
         tile = _tile_sizes(x_BM.dtype)
+        t, b, low = _low(given, expert_Bk, weight, gather=gated)
         launch(
-            _tile_kernel, (parts(rows, tile["BLOCK_O"]), most), given, choice, tile_expert, weight_Bk, codes, scales,
-            given if bias is None else bias, table, out, k, rows, given.shape[1], given.stride(0),
-            0 if bias is None else bias.stride(0), alpha, limit, J=J, TILE=TILE, GATED=gated, BIAS=bias is not None,
-            REGISTERS=registers, PRECISION="ieee" if x_BM.dtype == torch.float32 else "tf32", **tile,
+            _tile_kernel, (parts(rows, tile["BLOCK_O"]), most), given, choice, tile_expert, weight_Bk, weight.codes,
+            weight.scales, given if weight.bias is None else weight.bias, t, b, table, out, k, low["rank"], rows,
+            given.shape[1], given.stride(0), _bias_row(weight), alpha, limit, J=J, TILE=TILE, GATED=gated,
+            BIAS=weight.bias is not None, LOW=low["LOW"], REGISTERS=registers,
+            PRECISION="ieee" if x_BM.dtype == torch.float32 else "tf32", **tile,
         )  # fmt: skip
     block = min(1024, padded(M))
     launch(_sum_kernel, (B, parts(M, block)), y_AM, out_BM, k, M, BLOCK=block, num_warps=4)
