@@ -179,8 +179,8 @@ def sample_op(rows: int) -> Op:
     return lambda: decode_sample(logits, temperature, seed, seed), logits.nbytes
 
 
-def experts_op(rows: int, experts: int = 32, choices: int = 4, hidden: int = 2880) -> Op:
-    """gpt-oss-20b's experts; tokens choose at random."""
+def experts_op(rows: int, experts: int = 32, choices: int = 4, hidden: int = 2880, rank: int = 0) -> Op:
+    """gpt-oss-20b's experts, with adapters of a rank; tokens choose at random."""
     up, down = mxfp4(experts * 2 * hidden, hidden), mxfp4(experts * hidden, hidden)
     chosen = torch.stack([torch.randperm(experts, device=device)[:choices] for _ in range(rows)])
     x, weight = half(rows, hidden), torch.rand(rows, choices, device=device)
@@ -190,11 +190,12 @@ def experts_op(rows: int, experts: int = 32, choices: int = 4, hidden: int = 288
         return part.codes.view(experts, -1, hidden // 32, 16), part.scales.view(experts, -1, hidden // 32)
 
     (up_codes, up_scales), (down_codes, down_scales) = shaped(up), shaped(down)
-    used = len(chosen.unique()) / experts
-    size = int(used * (up.codes.nbytes + up.scales.nbytes + down.codes.nbytes + down.scales.nbytes))
+    low = [(half(experts, rank, hidden), half(experts, rank, n * hidden)) if rank else None for n in (2, 1)]
+    tensors = [t for w in (up, down) for t in (w.codes, w.scales)] + [t for pair in low if pair for t in pair]
+    size = int(len(chosen.unique()) / experts * sum(t.nbytes for t in tensors))
     return lambda: decode_experts(
         x, chosen, weight, gate_up_codes=up_codes, gate_up_scales=up_scales, down_codes=down_codes, down_scales=down_scales,
-        gate_up_bias=bias, down_bias=bias_down,
+        gate_up_bias=bias, down_bias=bias_down, gate_up_low=low[0], down_low=low[1],
     ), size  # fmt: skip
 
 
@@ -215,6 +216,7 @@ OPS: dict[str, Callable[[], Op]] = {
     "attention, gpt-oss heads, 32 x 2K": lambda: attention_op(32, 2048, heads=OSS),
     "attention, gpt-oss heads, window 128, 32 x 2K": lambda: attention_op(32, 2048, heads=OSS, window=128),
     **{f"experts gpt-oss, {b} rows": (lambda b=b: experts_op(b)) for b in (1, 2, 4, 8, 32, 64, 128)},
+    **{f"experts gpt-oss with adapters, {b} rows": (lambda b=b: experts_op(b, rank=RANK)) for b in (1, 8, 32, 128)},
     "plan, 128 rows": lambda: plan_op(128),
     **{f"fourbit nf4 {g}, {b} rows": (lambda g=g, b=b: fourbit_op(b, g)) for b in (1, 2, 4, 8, 16, 32, 64) for g in GROUPS},
     **{f"fourbit mxfp4 {g}, {b} rows": (lambda g=g, b=b: fourbit_op(b, g, mxfp4)) for b in (1, 32) for g in GROUPS},
