@@ -15,7 +15,7 @@ import math
 import torch
 from torch import Tensor
 
-from . import decode_reference
+from . import decode_cpu, decode_reference
 from .dispatch import check_rows, check_shape, implementation
 
 MIN_SPLIT = 256  # tokens
@@ -182,7 +182,8 @@ def decode_attention(
     out = torch.empty(B, H, W, dtype=q_BHD.dtype, device=q_BHD.device) if out is None else out
     check_shape(op, "out", out, (B, H, W), "q and v")
     check_rows(op, q=q_BHD, k=k_NPKD, v=v_NPKW, prefix_k=prefix_k, prefix_v=prefix_v, sinks=sinks_H, out=out)
-    implementation(q_BHD, "decode_attention", decode_reference).decode_attention(
+    twin = decode_reference if q_BHD.dtype == torch.float64 else decode_cpu
+    implementation(q_BHD, "decode_attention", twin).decode_attention(
         q_BHD, k_NPKD, v_NPKW, prefix_k, prefix_v, plan, out, scale, softcap, sinks_H
     )
     return out
