@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 import longreach
 from longreach.quant.checkpoint import read_header
 from longreach.quant.embedding import EightBitEmbedding, EightBitHead
+from longreach.quant.experts import FourBitExperts
 from longreach.quant.formats import NF4, FormatError
 from longreach.quant.linear import FourBitLinear
 from longreach.quant.quantizer import FourBitConfig
@@ -355,3 +356,31 @@ def test_chosen_modules_stay_as_they_are(folder, tmp_path) -> None:
     again = load(tmp_path)
     assert {n for n, m in again.named_modules() if isinstance(m, FourBitLinear)} == small
     assert same(again, model)
+
+
+@pytest.mark.parametrize(
+    "kind, stored", [("gpt_oss-mxfp4", "gpt-oss"), ("gpt_oss-nf4", "longreach"), ("qwen3_moe-nf4", "longreach")]
+)
+def test_experts_are_stored_too(kind, stored, tmp_path) -> None:
+    """Saved as published where that is possible: stock Transformers reads the experts of gpt-oss."""
+    from tests.exactness.models import CONFIGS
+
+    name, weights = kind.split("-")
+    config = CONFIGS[name]()
+    config.hidden_size, config.head_dim = 64, 16
+    torch.manual_seed(0)
+    AUTO.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path / "a")
+    tiny.tokenizer().save_pretrained(tmp_path / "a")
+    model = load(tmp_path / "a", weights=weights)
+    assert sum(isinstance(m, FourBitExperts) for m in model.modules()) == 4
+    assert any(isinstance(m, FourBitLinear) for m in model.modules()) == (stored != "gpt-oss")
+    model.save_pretrained(tmp_path / "b")
+    tiny.tokenizer().save_pretrained(tmp_path / "b")
+    again = load(tmp_path / "b")
+    assert same(again, model) and again.config.quantization_config.stored_as == stored
+    if stored == "gpt-oss":
+        plain = AUTO.from_pretrained(
+            tmp_path / "b", quantization_config=T.Mxfp4Config(dequantize=True), dtype=torch.bfloat16
+        )
+        ours, theirs = (m.model.layers[0].mlp.experts for m in (model, plain))
+        assert torch.equal(ours.dequantize("down_proj", torch.bfloat16), theirs.down_proj)

@@ -151,7 +151,13 @@ class FourBitQuantizer(HfQuantizer):
         if self.pre_quantized:
             skip = self.get_modules_to_not_convert(model, skip, model._keep_in_fp32_modules)
         else:
-            skip = [*(skip or []), *default_skips(model)]
+            # gpt-oss is published with its experts in MXFP4 and nothing else.
+            published = (
+                ["model.layers.*.self_attn"]
+                if config.weights == "mxfp4" and model.config.model_type == "gpt_oss"
+                else []
+            )
+            skip = [*(published if skip is None else skip), *default_skips(model)]
         for name, module in list(model.named_modules()):
             if not should_convert_module(name, skip):
                 continue
@@ -226,11 +232,9 @@ class FourBitQuantizer(HfQuantizer):
                         raise FormatError(f"{name}.{part}: not found in the checkpoint")
         # TRL and PEFT know a QLoRA model by this.
         model.is_loaded_in_4bit = True
-        # Saving writes final names itself.
+        # Saving writes final names itself: what gathered the weights that are in 4 bits now must not take them apart again.
         conversions = getattr(model, "_weight_conversions", None) or []
-        model._weight_conversions = [
-            c for c in conversions if not any(isinstance(op, _FromBitsAndBytes) for op in getattr(c, "operations", []))
-        ]
+        model._weight_conversions = [c for c in conversions if not _gathers(c, self.quantization_config.experts)]
         return model
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor] | None, dict[str, Any]]:
@@ -256,6 +260,8 @@ class FourBitQuantizer(HfQuantizer):
                 continue
             model.set_submodule(name, made.train(module.training))
         model.is_loaded_in_4bit = False
+        if "_weight_conversions" in vars(model):
+            del model._weight_conversions  # the model's default ones hold again
         return model
 
 
@@ -264,6 +270,12 @@ def default_skips(model: Any) -> list[str]:
     head = model.get_output_embeddings()
     named = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear)]
     return [n for n, m in named if m is head or n.rpartition(".")[2] in ROUTERS]
+
+
+def _gathers(conversion: Any, experts: bool) -> bool:
+    """Whether a conversion of Transformers' made weights that are in 4 bits."""
+    ours = any(isinstance(op, _FromBitsAndBytes) for op in getattr(conversion, "operations", []))
+    return ours or (experts and any(t.endswith(PRODUCTS) for t in conversion.target_patterns))
 
 
 def _own(module: nn.Module) -> dict[str, Tensor]:
