@@ -190,8 +190,9 @@ def test_scoring_takes_less_than_a_step():
 
 
 @pytest.mark.parametrize("shape", [QWEN, OSS, KNOWN["gemma-3-12b"]], ids=lambda shape: shape.name)
+@pytest.mark.parametrize("on_host", [False, True])
 @pytest.mark.parametrize(("rows", "prompts"), [(1, 1), (16, 2), (48, 6)])
-def test_the_cache_is_that_of_the_rollout_engine(shape, rows, prompts):
+def test_the_cache_is_that_of_the_rollout_engine(shape, rows, prompts, on_host):
     step = work(shape, "bf16", context=5000, completion=700)
     layers = [
         LayerCache(shape.kv_heads, shape.head_dim, shape.head_dim, torch.bfloat16, window) for window in shape.windows
@@ -213,11 +214,13 @@ def test_rows_are_halved_until_they_fit():
 
 
 def test_a_rollout_that_does_not_fit_is_refused_with_the_rows_that_would():
-    asked = {"context": 32768, "completion": 1024, "group": 8, "gpu_bytes": 16 * GB, "host_bytes": 128 * GB}
-    with pytest.raises(PlanError, match=r"sampling 64 completions .* (\d+) completions at a time would fit"):
+    asked = {"context": 32768, "completion": 1024, "group": 8, "gpu_bytes": 16 * GB, "host_bytes": 24 * GB}
+    with pytest.raises(PlanError, match=r"sampling 64 completions .* \d+ completions at a time would fit"):
         plan(QWEN, weights="nf4", lora=16, rollout_rows=64, **asked)
     made = plan(QWEN, weights="nf4", lora=16, rollout_rows=8, **asked)
     assert made.sampled.gpu < 16 * GB and "while sampling" in made.describe()
+    long = plan(QWEN, weights="nf4", lora=16, rollout_rows=8, **{**asked, "context": 131072, "host_bytes": 128 * GB})
+    assert long.sampling.on_host and long.sampled.host > 15 * GB and "on the host while sampling" in long.describe()
 
 
 def test_a_prompt_per_completion_takes_as_many_times_the_keys():

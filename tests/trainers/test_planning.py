@@ -153,7 +153,7 @@ def test_a_reference_model_and_a_standing_cache_count(tmp_path):
     made._make_plan(made.model, engine=True, reference=True)
     parts = made.plan.choice.memory.parts
     assert parts["reference model"] == parts["weights"]
-    assert parts["rollout's cache"] == made.plan.sampled.parts["cache of keys and values"] > 0
+    assert parts["rollout's cache"] == made.plan.work.standing > 0
 
 
 def test_the_cache_is_released_where_it_leaves_no_room(tmp_path, card):
@@ -180,10 +180,10 @@ def test_running_out_of_memory_says_plan_and_fact(tmp_path, monkeypatch):
     assert "Tried to allocate" in str(caught.value.__cause__)
 
 
-def test_so_does_a_backward_of_your_own_loop(monkeypatch):
-    model = tiny.model()
+def test_so_does_a_loop_of_your_own(monkeypatch):
+    model, tree = tiny.model(), longreach.TokenTree.from_sequences([[1, 2, 3, 4]])
     longreach.enable(model, parity_check=False)
-    logprobs = longreach.token_logprobs(model, longreach.TokenTree.from_sequences([[1, 2, 3, 4]]))
+    logprobs = longreach.token_logprobs(model, tree)
 
     def out(*args, **kwargs):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
@@ -191,3 +191,6 @@ def test_so_does_a_backward_of_your_own_loop(monkeypatch):
     monkeypatch.setattr(longreach.context.autograd.Step, "run", out)
     with pytest.raises(torch.OutOfMemoryError, match="planned were"):
         logprobs[0].sum().backward()
+    monkeypatch.setattr(longreach.context.autograd, "compute", out)
+    with pytest.raises(torch.OutOfMemoryError, match="planned were"):
+        longreach.token_logprobs(model, tree)

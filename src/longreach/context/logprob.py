@@ -5,6 +5,7 @@ Shape suffixes: R labelled tokens, V vocabulary, C rows of one slice.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from ..attention.op import wide_dtype
 from ..kernels.logprob import row_logprob, row_logprob_backward
+from .auto import explained
 from .autograd import ParamGrads
 from .install import Engine, enable, engine_of
 from .replay import autocast_as, autocast_state, rng_state, set_rng_state
@@ -74,7 +76,8 @@ def score(
     run = engine.make_run(layout, compact=True, backward=torch.is_grad_enabled(), router_logits=router_loss)
     # The head sees no row here: it runs below, slice by slice. The wrapped model is called, so DDP and PEFT take part.
     kwargs: dict[str, Any] = {"output_router_logits": False} if engine.routers else {}
-    with engine.expecting(run):
+    planned = functools.partial(engine.settle, layout.tokens, len(layout.read_index))
+    with explained(planned), engine.expecting(run):
         model(
             input_ids=layout.input_ids[None].to(device),
             position_ids=layout.positions[None].to(device),
@@ -87,7 +90,8 @@ def score(
     run.hidden, run.router_logits = None, []
     assert hidden is not None
     labels_R = layout.labels[layout.read_index].to(device)
-    logprobs_R, entropies_R = head_logprobs(engine, hidden[0], labels_R, temperature, entropy)
+    with explained(planned):
+        logprobs_R, entropies_R = head_logprobs(engine, hidden[0], labels_R, temperature, entropy)
     return Scores(
         _split(tree, logprobs_R),
         _split(tree, entropies_R) if entropies_R is not None else None,

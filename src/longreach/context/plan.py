@@ -16,7 +16,7 @@ from .limits import HOST_SHARE, Limits, host_total, this_machine
 from .memory import Memory
 from .offload import POLICIES
 from .policy import Policy
-from .sampling import Sampling, fitting_rows, sampling_memory
+from .sampling import Sampling, fitting_rows, samples, sampling_memory
 from .shape import ModelShape
 from .speed import CARDS, GB, Card, card_of_size
 from .work import FORMATS, OPTIMIZERS, Work, optimizer_kind
@@ -84,7 +84,7 @@ class Plan:
         return self.choice.fits(self.limits) and self._samples(self.work)
 
     def _samples(self, work: Work) -> bool:
-        return self.sampling is None or self.limits.fit(card_bytes(sampling_memory(work, self.sampling)), 0)
+        return self.sampling is None or samples(work, self.limits, self.sampling)
 
     def choices(self, context: int | None = None) -> list[Choice]:
         """Every policy in the order of preference, at another context if given."""
@@ -150,7 +150,8 @@ class Plan:
         if self.host:
             line += f", {size(self.host)} of host memory"
         if self.sampled is not None:
-            line += f" ({size(self.sampled.gpu)} while sampling)"
+            apart = f" with {size(self.sampled.host)} on the host" if self.sampled.host else ""
+            line += f" ({size(self.sampled.gpu)}{apart} while sampling)"
         if self.seconds is not None and self.card is not None:
             line += f", about {duration(self.seconds)} a step on {self.card.name}"
         rows = f"context {self.work.context}"
@@ -222,8 +223,8 @@ def plan(
         gpu_bytes: the card's total memory; None for this machine's GPU, or no limit where there is none.
         host_bytes: the machine's total memory; None for this machine's.
         prompts: groups in one step.
-        rollout_rows: completions sampled at a time between the steps, each prompt's keys and values stored once; None to leave
-            sampling out.
+        rollout_rows: completions sampled at a time between the steps, each prompt's keys and values stored once, on the
+            host where the card is too small; None to leave sampling out.
         optimizer: a kind of `work.OPTIMIZERS`, or a value of Transformers' `optim`.
         embedding: "int8" for embedding and head in 8 bits, as for `longreach.load`.
         release_gradients: each layer is updated inside the backward, as in the trainers' configurations.
@@ -246,6 +247,8 @@ def plan(
         rows = _counts(rollout_rows=rollout_rows)["rollout_rows"]
         sampling = Sampling(rows, -(-rows // work.group))
     limits, fixed = _limits(gpu_bytes, host_bytes), laid_down(chunk, offload, save_attention, keep_every)
+    if sampling is not None and not samples(work, limits, sampling):
+        sampling = replace(sampling, on_host=True)
     return made(work, limits, fixed, sampling=sampling)
 
 

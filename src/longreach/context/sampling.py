@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from .choice import card_bytes
-from .limits import Limits
+from .limits import HOST_PROCESS, Limits
 from .memory import LIBRARIES, Memory, resident
 from .policy import LARGEST, Policy
 from .work import FLOAT, ChunkShape, Work, packs_linears
@@ -27,18 +27,23 @@ class Sampling:
         rows: completions decoded at a time.
         prompts: distinct prompts held at a time.
         shared: a prompt's keys and values are stored once for all its completions, in pages; else once for each.
+        on_host: prompts' keys of layers with full attention lie in host memory, and two layers' at a time on the device.
     """
 
     rows: int
     prompts: int = 1
     shared: bool = True
+    on_host: bool = False
 
 
 def sampling_memory(work: Work, sampling: Sampling) -> Memory:
     """Peak of sampling, as `torch.cuda.max_memory_allocated` counts it, at the longest prompt and completion."""
     shape, b = work.shape, work.itemsize
     per_token = 2 * shape.keys * b
-    cache = sum(_cached(work, sampling, window) for window in shape.windows) * per_token
+    full = sum(window is None for window in shape.windows) if sampling.on_host else 0
+    cached = sum(_cached(work, sampling, window) for window in shape.windows)
+    staged = sampling.prompts * _pages(max(1, work.prompt - 1)) * PAGE
+    cache = (cached - max(0, full - 2) * staged) * per_token
     chunk = ChunkSizes.of(work, Policy(LARGEST, "none"), shape.windows, _prefill_chunk(work))
     rows = sampling.rows
     # A decode step's activations, and its logits: in the compute dtype, in fp32, and one copy while they are sampled from.
@@ -52,7 +57,8 @@ def sampling_memory(work: Work, sampling: Sampling) -> Memory:
         "dequantized weights": shape.linear_matrices * b if packs_linears(shape, work.weights) else 0,
         "kernel libraries": LIBRARIES,
     }
-    return Memory({name: size for name, size in parts.items() if size}, {}, "sampling")
+    host = {"prompts' keys and values": full * staged * per_token} if full else {}
+    return Memory({name: size for name, size in parts.items() if size}, host, "sampling")
 
 
 def _prefill_chunk(work: Work) -> ChunkShape:
@@ -74,6 +80,12 @@ def _pages(tokens: int) -> int:
     return -(-tokens // PAGE)
 
 
+def samples(work: Work, limits: Limits, sampling: Sampling) -> bool:
+    """Whether sampling fits."""
+    memory = sampling_memory(work, sampling)
+    return limits.fit(card_bytes(memory), memory.host + HOST_PROCESS if memory.host else 0)
+
+
 def fitting_rows(work: Work, limits: Limits, wanted: int, prompts: int | None = None) -> Sampling | None:
     """The most completions that may be decoded at a time on a card, at most `wanted`; None if not even a single one.
 
@@ -89,7 +101,7 @@ def fitting_rows(work: Work, limits: Limits, wanted: int, prompts: int | None = 
         # One prompt more than the rows fill: the next is computed while the last completions of another still run.
         held = -(-rows // work.group) + (work.group > 1)
         found = Sampling(rows, max(1, min(rows, held, prompts or held)))
-        if limits.gpu_bytes is None or card_bytes(sampling_memory(work, found)) <= limits.gpu_bytes:
+        if samples(work, limits, found):
             return found
         if rows == 1:
             return None

@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 from typing import Any
 
+import torch
 from transformers import PretrainedConfig, Trainer
 
 from ..context.auto import Loaded, explained, processes_here
@@ -13,10 +14,11 @@ from ..context.choice import card_bytes
 from ..context.limits import Limits, this_machine
 from ..context.memory import scoring_memory
 from ..context.plan import Plan, PlanError, laid_down, made, ranks_of, size
-from ..context.sampling import Sampling, fitting_rows, sampling_memory
+from ..context.sampling import Sampling
 from ..context.shape import ModelShape
 from ..context.work import Work, optimizer_kind
-from ..rollout.plan import ROWS
+from ..rollout.cache import LayerCache
+from ..rollout.plan import Demand, RolloutOptions, device_budget, limits_for
 from .config import GRPOConfig, SFTConfig
 
 DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
@@ -111,32 +113,39 @@ class Planned(Trainer):
         work = loaded.work(**step, **how_trained(args), reference=reference)
         plan = _planned(work, loaded.limits, args)
         if engine:
-            plan = self._with_sampling(plan)
+            plan = self._with_sampling(plan, model)
         self._check_evaluation(plan)
         self.plan = plan
         if self.accelerator.is_main_process:
             print(f"plan: {plan.describe()}", file=sys.stderr)
         return plan.options
 
-    def _with_sampling(self, plan: Plan) -> Plan:
+    def _with_sampling(self, plan: Plan, model: Any) -> Plan:
         """The plan with the rollout engine's cache beside it, kept during the step if there is room."""
-        args, work = self.args, plan.work
-        asked = args.per_device_train_batch_size * (args.steps_per_generation or 1)
-        wanted = min(asked, args.rollout_rows or ROWS[plan.limits.offload])
-        sampling = fitting_rows(work, plan.limits, wanted, prompts=-(-asked // work.group))
-        if sampling is None:
-            if args.on_misfit == "error" and work.shape.exact:
-                one = sampling_memory(work, Sampling(1))
-                raise PlanError(
-                    f"max_length={args.max_length}: sampling a single completion takes {size(one.gpu)}, more than the "
-                    f"{size(plan.limits.gpu_bytes)} of this GPU. Shorten max_length, or set rollout='transformers'. {GO_ON}"
-                )
-            return plan
+        args, work, shape = self.args, plan.work, plan.work.shape
+        requests = args.per_device_train_batch_size * (args.steps_per_generation or 1)
+        dtype = next(p.dtype for p in model.parameters() if p.is_floating_point() and p.ndim == 1)
+        layers = [LayerCache(shape.kv_heads, shape.head_dim, shape.head_dim, dtype, window) for window in shape.windows]
+        demand = Demand(requests, -(-requests // work.group), max(1, work.prompt), work.completion)
+        device = torch.device(args.device)
+        budget = device_budget(model, device)
+        try:
+            limits = limits_for(demand, RolloutOptions(rows=args.rollout_rows), layers, budget, device.type == "cuda")
+        except ValueError as error:
+            if args.on_misfit == "warn" or not shape.exact:
+                return plan
+            raise PlanError(f"max_length={args.max_length}: {error}, or set rollout='transformers'. {GO_ON}") from None
+        sampling = Sampling(limits.rows, limits.prompts, on_host=limits.host_prompts)
         if args.rollout_memory == "keep":
-            cache = sampling_memory(work, sampling).parts["cache of keys and values"]
-            kept = made(replace(work, standing=cache), plan.limits, plan.fixed, refuse=False)
+            kept = made(
+                replace(work, standing=limits.pool_bytes(layers)),
+                plan.limits,
+                plan.fixed,
+                sampling=sampling,
+                refuse=False,
+            )
             if kept.fits:
-                return replace(kept, sampling=sampling)
+                return kept
             args.rollout_memory = "release"
         return replace(plan, sampling=sampling)
 
