@@ -62,7 +62,7 @@ class Origin:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         model.load_state_dict(GGUFOrigin(self.gguf).weights(config, dtype), strict=False, assign=True)
         model.tie_weights()
-        model.config._name_or_path = str(self.gguf)
+        model.config._name_or_path = model.name_or_path = str(self.gguf)
         return model
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .limits import Limit
 from .probe import Reference, Sample
 
 
@@ -35,33 +36,14 @@ class Difference:
     kl: float
 
 
-@dataclass(frozen=True)
-class Limit:
-    """The largest `relative` difference and `kl` that an export of a kind may have."""
-
-    relative: float
-    kl: float
-
-    def broken_by(self, difference: Difference) -> list[str]:
-        """What is beyond the limit, in words. NaN is beyond any."""
-        found = []
-        if not difference.relative <= self.relative:
-            found.append(f"relative difference {difference.relative:.2e}, limit {self.relative:.2e}")
-        if not difference.kl <= self.kl:
-            found.append(f"KL {difference.kl:.2e} nats, limit {self.kl:.2e}")
-        return found
-
-
-# What writing the weights in a format costs on models without an adapter (bench/export.py; docs/export.md has the measurements),
-# doubled. The first two are for a reload in Transformers computing in that dtype, the others for libllama.
-LIMITS = {
-    "fp32": Limit(2.0e-2, 5e-3),
-    "half": Limit(6.0e-2, 2e-2),
-    "f32": Limit(2.0e-3, 1e-4),
-    "f16": Limit(4.0e-3, 1e-3),
-    "bf16": Limit(4.0e-2, 2e-2),
-    "q8_0": Limit(8.0e-2, 5e-2),
-}
+def beyond(limit: Limit, found: Difference) -> list[str]:
+    """What is beyond the limit, in words. NaN is beyond any."""
+    faults = []
+    if not found.relative <= limit.relative:
+        faults.append(f"relative difference {found.relative:.2e}, limit {limit.relative:.2e}")
+    if not found.kl <= limit.kl:
+        faults.append(f"KL {found.kl:.2e} nats, limit {limit.kl:.2e}")
+    return faults
 
 
 def difference(reference: Sequence[Tensor], other: Sequence[Tensor]) -> Difference:
@@ -92,47 +74,53 @@ def difference(reference: Sequence[Tensor], other: Sequence[Tensor]) -> Differen
 
 @dataclass(frozen=True)
 class Arrival:
-    """How much of an adapter's change to one weight arrived: 1 is all of it.
+    """How much of an adapter's change to one weight arrived.
 
     Attributes:
-        share: projection of (exported - base) on the change.
-        error: its standard error from the rounding of the exported weights.
+        share: projection of (exported - base) on (base + change, rounded, - base): 1 is all that rounding leaves of it.
+        error: its standard error, from elements that round either way.
+        kept: what rounding leaves of the change: a change smaller than half a unit in the last place is lost.
     """
 
     target: str
     share: float
     error: float
+    kept: float
 
     @property
     def fits(self) -> bool:
-        return abs(self.share - 1.0) <= 0.02 + 6.0 * self.error
+        return abs(self.share - 1.0) <= 0.05 + 3.0 * self.error
 
 
-def arrivals(samples: Sequence[Sample], exported: Mapping[str, Tensor], *, rounding: float) -> list[Arrival]:
+def arrivals(samples: Sequence[Sample], exported: Mapping[str, Tensor], *, dtype: torch.dtype) -> list[Arrival]:
     """Compare the exported weights with base + change, for each weight and expert.
 
     Args:
         exported: parameters of the reloaded model by name, or those that were read back.
-        rounding: half a unit in the last place of the export's dtype, relative (2**-9 for bf16).
+        dtype: of the exported weights.
     """
     found = []
     for sample in samples:
         name = sample.target if sample.expert is None else f"{sample.target}[{sample.expert}]"
-        energy = float(sample.delta_NI.square().sum())
-        weight = exported.get(sample.target)
-        if energy == 0.0:
+        wanted_NI = (sample.base_NI + sample.delta_NI).to(dtype).float() - sample.base_NI
+        energy, whole = float(wanted_NI.square().sum()), float(sample.delta_NI.square().sum())
+        if whole == 0.0:
             continue  # nothing to arrive: B is zero before the first step
-        if weight is None:
-            found.append(Arrival(name, float("nan"), 0.0))
+        weight = exported.get(sample.target)
+        if weight is not None and sample.expert is not None:
+            weight = weight[sample.expert]
+        got = None if weight is None else weight[sample.rows].detach().float().cpu()
+        if got is None or got.shape != sample.base_NI.shape:
+            found.append(Arrival(name, float("nan"), 0.0, 0.0))
             continue
-        weight = weight if sample.expert is None else weight[sample.expert]
-        got_NI = weight[sample.rows].detach().float().cpu() - sample.base_NI
-        if got_NI.shape != sample.delta_NI.shape:
-            found.append(Arrival(name, float("nan"), 0.0))
+        kept = float((wanted_NI * sample.delta_NI).sum()) / whole
+        if energy == 0.0:
+            found.append(Arrival(name, float(torch.equal(got, sample.base_NI)), 0.0, 0.0))
             continue
-        share = float((got_NI * sample.delta_NI).sum()) / energy
-        noise = rounding * float(((sample.base_NI + sample.delta_NI).square() * sample.delta_NI.square()).sum()) ** 0.5
-        found.append(Arrival(name, share, noise / energy))
+        share = float(((got - sample.base_NI) * wanted_NI).sum()) / energy
+        step_NI = torch.finfo(dtype).eps / 2 * (sample.base_NI + sample.delta_NI)
+        noise = 0.5 * float((step_NI * wanted_NI).norm())
+        found.append(Arrival(name, share, noise / energy, kept))
     return found
 
 
@@ -140,6 +128,25 @@ def as_record(reference: Reference, diff: Difference, arrived: Sequence[Arrival]
     """For verification.json."""
     record: dict[str, Any] = {"logits": asdict(diff), "positions": sum(len(p.ids) for p in reference.probes)}
     if arrived:
-        worst = max(arrived, key=lambda a: float("inf") if a.share != a.share else abs(a.share - 1.0) - 6.0 * a.error)
-        record["adapter"] = {"weights": len(arrived), "worst": asdict(worst)}
+        record["adapter"] = arrival_record(arrived)
     return record
+
+
+def arrival_record(arrived: Sequence[Arrival]) -> dict[str, Any]:
+    """How many weights, the one that fits worst, and the mean of what rounding leaves."""
+    worst = max(arrived, key=lambda a: float("inf") if a.share != a.share else abs(a.share - 1.0) - 3.0 * a.error)
+    kept = sum(a.kept for a in arrived) / len(arrived)
+    return {"weights": len(arrived), "kept": kept, "worst": asdict(worst)}
+
+
+KEPT_ENOUGH = 0.9
+
+
+def rounding_notes(arrived: Sequence[Arrival], dtype: torch.dtype) -> list[str]:
+    """What the user should know if rounding loses much of the adapter."""
+    kept = sum(a.kept for a in arrived) / len(arrived) if arrived else 1.0
+    if kept >= KEPT_ENOUGH:
+        return []
+    name = str(dtype).removeprefix("torch.")
+    other = "quantization='fp16' keeps more, " if dtype == torch.bfloat16 else ""
+    return [f"rounding to {name} leaves {kept:.0%} of the adapter's change; {other}format='adapter' keeps all"]

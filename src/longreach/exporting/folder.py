@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -95,4 +96,9 @@ def write_adapter(source: Source, folder: Path) -> None:
                 file.rename(folder / file.name)
             (folder / name).rmdir()
         (folder / "README.md").unlink(missing_ok=True)
+        file = folder / "adapter_config.json"
+        written = json.loads(file.read_text(encoding="utf-8"))
+        if not written.get("base_model_name_or_path"):  # PEFT takes it from the model only while the adapter is made
+            written["base_model_name_or_path"] = source.base_name
+            file.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
     write_tokenizer(source, folder)

@@ -143,7 +143,7 @@ def load_base(source: Source, dtype: torch.dtype) -> nn.Module:
 
 def _load(source: Source, place: str, dtype: torch.dtype) -> nn.Module:
     stored = None if source.base_name.endswith(".gguf") else quant_method(origin_of(source.base_name).config())
-    kwargs: dict[str, Any] = {} if stored else {"weights": source.weights, "dtype": dtype}
+    kwargs: dict[str, Any] = {"dtype": dtype} if stored else {"weights": source.weights, "dtype": dtype}
     return load(place, device="cpu", parity_check=False, **kwargs)[0]
 
 

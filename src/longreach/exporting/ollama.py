@@ -34,7 +34,7 @@ class Turns:
         head: before the first message, if that is no system message.
         system_head: before a system message.
         system: around a system message that is a turn of its own; None if there is none.
-        inline: between a system message and the user's message that it is put in front of; None if it is not put there.
+        inline: around a system message that is put in front of the first user message, inside its turn; None if it is not.
         user, answer: around these messages.
         prompt: after the last message, for the model to go on from.
     """
@@ -42,7 +42,7 @@ class Turns:
     head: str
     system_head: str
     system: tuple[str, str] | None
-    inline: str | None
+    inline: tuple[str, str] | None
     user: tuple[str, str]
     answer: tuple[str, str]
     prompt: str
@@ -57,8 +57,9 @@ class Turns:
             if message["role"] == "system":
                 parts += [self.system[0], message["content"], self.system[1]] if self.system else []
             elif message["role"] == "user":
-                first = has_system and self.inline is not None and index == 1
-                parts += [self.user[0], conversation[0]["content"] + str(self.inline) if first else ""]
+                parts.append(self.user[0])
+                if has_system and self.inline is not None and index == 1:
+                    parts += [self.inline[0], conversation[0]["content"], self.inline[1]]
                 parts += [message["content"], self.user[1]]
             else:
                 parts += [self.answer[0], message["content"], self.answer[1]]
@@ -76,7 +77,8 @@ class Turns:
         for role, (before, after) in around.items():
             front = ""
             if role == "user" and self.inline is not None:
-                front = f"{{{{ if and $.System (eq $i 1) }}}}{{{{ $.System }}}}{_text(self.inline)}{{{{ end }}}}"
+                system = f"{_text(self.inline[0])}{{{{ $.System }}}}{_text(self.inline[1])}"
+                front = f"{{{{ if and $.System (eq $i 1) }}}}{system}{{{{ end }}}}"
             branches.append((role, f"{_text(before)}{front}{{{{ .Content }}}}{_text(after)}"))
         body = ""
         for number, (role, text) in enumerate(branches):
@@ -119,7 +121,9 @@ def turns_of(tokenizer: Any) -> Turns:
     return _without_bos(Turns(head, system_head, system, inline, turn_user, turn_answer, prompt), tokenizer)
 
 
-def _system(tokenizer: Any, user: tuple[str, str], head: str) -> tuple[str, tuple[str, str] | None, str | None]:
+def _system(
+    tokenizer: Any, user: tuple[str, str], head: str
+) -> tuple[str, tuple[str, str] | None, tuple[str, str] | None]:
     """Head, turn or separator of a system message, as in `Turns`."""
     messages = [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": _USER}]
     text = _render(tokenizer, messages, prompt=False)
@@ -129,7 +133,10 @@ def _system(tokenizer: Any, user: tuple[str, str], head: str) -> tuple[str, tupl
     if between.endswith(user[0]) and not before.endswith(user[0]):
         shared = _common_prefix(before, head)
         return shared, (before[len(shared) :], _without(between, user[0], front=False)), None
-    return _without(before, user[0], front=False), None, between
+    start, opened, front = before.partition(user[0])
+    if not opened:
+        raise ValueError(f"{user[0]!r} expected in {before!r}")
+    return start, None, (front, between)
 
 
 def _render(tokenizer: Any, messages: list[dict[str, str]], *, prompt: bool) -> str | None:
@@ -240,6 +247,6 @@ def create(target: Path) -> str | None:
     )
     if done.returncode != 0:
         raise ExportError(
-            f"ollama create {target.name} failed: {(done.stderr or done.stdout).strip()[-400:]}; files are in {target}"
+            f"ollama create {target.name} failed: {(done.stderr or done.stdout).strip()[-400:]}; the files are in {target}"
         )
     return target.name

@@ -334,6 +334,10 @@ def _refuse_what_cannot_work(source: Source, options: Options) -> None:
         raise ExportError(
             f"format={options.format!r}: {len(source.adapters)} adapters are active; set one with set_adapter"
         )
+    if options.is_gguf and source.original:
+        raise ExportError(
+            f"merge_onto='original' with format={options.format!r}: export with format='merged' first, then that folder"
+        )
     if options.is_gguf:
         gguf_file.check_architecture(source.config)
         gguf_file.require_packages()

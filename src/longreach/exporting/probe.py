@@ -95,7 +95,8 @@ def measure(model: nn.Module, tokenizer: Any, changes: Changes) -> Reference:
     """Run the training model and sample its adapted weights."""
     root: Any = model
     probes = probes_for(tokenizer, root.get_input_embeddings().weight.shape[0])
-    return Reference(probes, logits_of(model, probes), tuple(_samples(root, changes)), root.dtype)
+    with torch.no_grad():
+        return Reference(probes, logits_of(model, probes), tuple(_samples(root, changes)), root.dtype)
 
 
 def _samples(model: Any, changes: Changes) -> list[Sample]:

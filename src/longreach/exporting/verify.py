@@ -11,16 +11,14 @@ from torch import nn
 
 from .adapter import Changes, LowRank
 from .chat import CONVERSATIONS, chat_faults, rendered
-from .compare import LIMITS, Arrival, Limit, arrivals, as_record, difference
-from .gguf_limits import limit_of
+from .compare import Arrival, arrival_record, arrivals, as_record, beyond, difference, rounding_notes
 from .libllama import GGUFModel
+from .limits import Limit, computed_limit, gguf_limit
 from .merge import checkpoint_changes
 from .probe import BEYOND_ASCII, PROBE_TOKENS, SAMPLED_ROWS, Reference, Sample, logits_of
 from .source import Source
 from .vocabulary import stop_ids
 from .weights import BaseWeights, CheckpointWeights, Entry
-
-ROUNDING = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12, torch.float32: 2.0**-25}
 
 
 @dataclass
@@ -40,7 +38,6 @@ def check_merged(reference: Reference, source: Source, folder: Path, dtype: torc
     check = Check("merged weights in Transformers")
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=reference.dtype)
     model.to(device).eval()
-    kind = "fp32" if reference.dtype == torch.float32 else "half"
     if source.original:
         found = difference(reference.logits, logits_of(model, reference.probes))
         check.record |= as_record(reference, found, ())
@@ -49,7 +46,7 @@ def check_merged(reference: Reference, source: Source, folder: Path, dtype: torc
             f"{found.relative:.1e}, same top token {found.agreement:.1%}, KL {found.kl:.1e} nats from the model that trained"
         )
     else:
-        _compare(check, reference, model, kind, ROUNDING[dtype])
+        _compare(check, reference, model, computed_limit(reference.dtype), dtype)
     check_tokenizer(check, source, folder)
     return check
 
@@ -70,19 +67,18 @@ def check_written(source: Source, folder: Path, changes: Changes, dtype: torch.d
         if name not in stored or name not in before:
             check.faults.append(f"{name}: not in the {'export' if name in before else 'base'}")
             continue
-        arrived += _read_back(source.base, written, before[name], stored[name], added, ROUNDING[dtype])
+        arrived += _read_back(source.base, written, before[name], stored[name], added, dtype)
     lost = [a for a in arrived if not a.fits]
     check.faults += [f"{a.target}: {a.share:.3f} of the adapter's change is in the exported weight" for a in lost[:5]]
     if arrived:
-        worst = max(arrived, key=lambda a: abs(a.share - 1.0) - 6.0 * a.error)
-        check.record["adapter"] = {"weights": len(arrived), "worst": vars(worst)}
-    written.close()
+        check.record["adapter"] = arrival_record(arrived)
+        check.notes += rounding_notes(arrived, dtype)
     check_tokenizer(check, source, folder)
     return check
 
 
 def _read_back(
-    base: BaseWeights, written: BaseWeights, before: Entry, stored: Entry, added: list[LowRank], rounding: float
+    base: BaseWeights, written: BaseWeights, before: Entry, stored: Entry, added: list[LowRank], dtype: torch.dtype
 ) -> list[Arrival]:
     """Arrivals of one tensor: of each expert, or of the first rows of a matrix."""
     whole = len(before.shape) == 2
@@ -97,7 +93,7 @@ def _read_back(
             change.add_to(delta, part)
         flat = Sample(before.name, None, slice(None), old.flatten(0, -2), delta.flatten(0, -2))
         now = written.read(stored, part).flatten(0, -2)
-        found += arrivals([flat], {before.name: now}, rounding=rounding)
+        found += arrivals([flat], {before.name: now}, dtype=dtype)
     return found
 
 
@@ -120,18 +116,19 @@ def check_adapter(reference: Reference, source: Source, folder: Path, loaded_mod
         elif key not in loaded or not torch.equal(loaded[key].float().cpu(), stored[key].to(loaded[key].dtype).float()):
             check.faults.append(f"adapter tensor {key!r} does not reach PEFT's model")
     check.record["tensors"] = len(trained)
-    _compare(check, reference, model, "fp32" if reference.dtype == torch.float32 else "half", None)
+    _compare(check, reference, model, computed_limit(reference.dtype), None)
     check_tokenizer(check, source, folder)
     return check
 
 
-def _compare(check: Check, reference: Reference, model: Any, limit: str, rounding: float | None) -> None:
-    """Logits within the limit and, with `rounding`, every adapted weight changed by what the adapter adds."""
+def _compare(check: Check, reference: Reference, model: Any, limit: Limit, dtype: torch.dtype | None) -> None:
+    """Logits within the limit and, with the `dtype` of the export, every adapted weight changed by what the adapter adds."""
     found = difference(reference.logits, logits_of(model, reference.probes))
     arrived = []
-    if rounding is not None:
+    if dtype is not None:
         parameters = dict(model.named_parameters(remove_duplicate=False))
-        arrived = arrivals(reference.samples, parameters, rounding=rounding)
+        arrived = arrivals(reference.samples, parameters, dtype=dtype)
+        check.notes += rounding_notes(arrived, dtype)
         lost = [a for a in arrived if not a.fits]
         for a in lost[:5]:
             check.faults.append(
@@ -139,8 +136,8 @@ def _compare(check: Check, reference: Reference, model: Any, limit: str, roundin
             )
         if lost[5:]:
             check.faults.append(f"and {len(lost) - 5} weights more")
-    check.record |= as_record(reference, found, arrived) | {"limit": vars(LIMITS[limit])}
-    check.faults += [f"logits: {fault}" for fault in LIMITS[limit].broken_by(found)]
+    check.record |= as_record(reference, found, arrived) | {"limit": vars(limit)}
+    check.faults += [f"logits: {fault}" for fault in beyond(limit, found)]
 
 
 def check_tokenizer(check: Check, source: Source, folder: Path) -> None:
@@ -186,9 +183,9 @@ def check_gguf(reference: Reference, source: Source, file: Path, kind: str, stop
     with GGUFModel(file, context=2 * PROBE_TOKENS) as model:
         got = [model.logits(probe.ids) for probe in reference.probes]
         found = difference(reference.logits, got)
-        limit: Limit = limit_of(kind)
+        limit = gguf_limit(kind, reference.dtype)
         check.record |= as_record(reference, found, ()) | {"limit": vars(limit)}
-        check.faults += [f"logits: {fault}" for fault in limit.broken_by(found)]
+        check.faults += [f"logits: {fault}" for fault in beyond(limit, found)]
         _check_vocabulary(check, source, model)
         _check_chat(check, source, model)
         check.faults += [

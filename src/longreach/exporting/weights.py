@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from ..kernels.dequant import dequantize_mxfp4
 from ..quant.experts import PRODUCTS, FourBitExperts
 from ..quant.linear import FourBitLinear
 from .adapter import bare_name, is_adapter_tensor
@@ -50,56 +50,79 @@ class BaseWeights(Protocol):
 
 
 class CheckpointWeights:
-    """Safetensors of a model folder. Packed MXFP4 experts appear under the name they have once unpacked."""
+    """Safetensors of a model folder. Packed MXFP4 experts appear under the name they have once unpacked.
+
+    Files are read, not mapped: what was read of a mapped file counts as the process's memory.
+    """
 
     in_checkpoint_names = True
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._stack = ExitStack()
-        self._files: dict[Path, Any] = {}
-        self._where = {name: file for file in _weight_files(folder) for name in self._open(file).keys()}  # noqa: SIM118
-
-    def _open(self, file: Path) -> Any:
-        if file not in self._files:
-            self._files[file] = self._stack.enter_context(safe_open(str(file), framework="pt"))
-        return self._files[file]
+        self._stored: dict[str, _Stored] = {}
+        for file in _weight_files(folder):
+            self._stored |= _header(file)
 
     def entries(self) -> list[Entry]:
         found = []
-        for name in self._where:
-            if name.endswith("_scales") and name[:-7] + "_blocks" in self._where:
+        for name, stored in self._stored.items():
+            if name.endswith("_scales") and name[:-7] + "_blocks" in self._stored:
                 continue
-            view = self._slice(name)
-            shape, kind = tuple(view.get_shape()), view.get_dtype()
-            if name.endswith("_blocks") and name[:-7] + "_scales" in self._where:
-                experts, outputs, groups, _ = shape
+            if name.endswith("_blocks") and name[:-7] + "_scales" in self._stored:
+                experts, outputs, groups, _ = stored.shape
                 found.append(Entry(name[:-7], (experts, groups * 32, outputs), torch.bfloat16, packed=True))
-                continue
-            if kind not in DTYPES:
-                raise ExportError(f"{self.folder}: tensor {name!r} is of type {kind}; known are {', '.join(DTYPES)}")
-            found.append(Entry(name, shape, DTYPES[kind]))
+            else:
+                found.append(Entry(name, stored.shape, stored.dtype))
         return found
 
     def read(self, entry: Entry, rows: slice) -> Tensor:
         if not entry.packed:
-            view = self._slice(entry.name)
-            return view[rows] if entry.shape else self._open(self._where[entry.name]).get_tensor(entry.name)
-        from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-
-        blocks, scales = (self._slice(entry.name + part)[rows] for part in MXFP4_PARTS)
-        return convert_moe_packed_tensors(blocks, scales, dtype=entry.dtype)
+            return self._stored[entry.name].read(rows)
+        blocks, scales = (self._stored[entry.name + part].read(rows) for part in MXFP4_PARTS)
+        out = torch.empty(*scales.shape[:-1], scales.shape[-1] * 32, dtype=entry.dtype)
+        return dequantize_mxfp4(blocks, scales, out).transpose(1, 2)
 
     def read_packed(self, entry: Entry) -> Iterator[tuple[str, Tensor]]:
         for part in MXFP4_PARTS:
-            name = entry.name + part
-            yield name, self._open(self._where[name]).get_tensor(name)
+            yield entry.name + part, self._stored[entry.name + part].read(slice(None))
 
-    def _slice(self, name: str) -> Any:
-        return self._open(self._where[name]).get_slice(name)
 
-    def close(self) -> None:
-        self._stack.close()
+@dataclass(frozen=True)
+class _Stored:
+    """Where a tensor lies in a file."""
+
+    file: Path
+    start: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def read(self, rows: slice) -> Tensor:
+        first, last, _ = rows.indices(self.shape[0]) if self.shape else (0, 1, 1)
+        shape = (last - first, *self.shape[1:]) if self.shape else ()
+        row_bytes = self.dtype.itemsize * torch.Size(self.shape[1:]).numel()
+        data = bytearray((last - first) * row_bytes)
+        with self.file.open("rb") as file:
+            file.seek(self.start + first * row_bytes)
+            if file.readinto(data) != len(data):
+                raise ExportError(f"{self.file}: cut short")
+        return torch.frombuffer(data, dtype=self.dtype).view(shape) if data else torch.empty(shape, dtype=self.dtype)
+
+
+def _header(file: Path) -> dict[str, _Stored]:
+    """Names and places of a safetensors file's tensors."""
+    with safe_open(str(file), framework="np"):  # checks sizes and offsets, and names what is wrong
+        pass
+    with file.open("rb") as data:
+        size = int.from_bytes(data.read(8), "little")
+        header = json.loads(data.read(size))
+    found = {}
+    for name, said in sorted(header.items(), key=lambda item: item[1].get("data_offsets", [0])[0]):
+        if name == "__metadata__":
+            continue
+        if said["dtype"] not in DTYPES:
+            raise ExportError(f"{file}: tensor {name!r} is of type {said['dtype']}; known are {', '.join(DTYPES)}")
+        found[name] = _Stored(file, 8 + size + said["data_offsets"][0], tuple(said["shape"]), DTYPES[said["dtype"]])
+    return found
 
 
 def _weight_files(folder: Path) -> list[Path]:
