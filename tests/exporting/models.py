@@ -140,7 +140,9 @@ def tokenizer_for(name: str) -> Any:
     return made
 
 
-def build(name: str, folder: Path, *, dtype: torch.dtype = torch.bfloat16, seed: int = 0, **changes: Any) -> Path:
+def build(
+    name: str, folder: Path, *, dtype: torch.dtype = torch.bfloat16, seed: int = 0, spread: float = 0.64, **changes: Any
+) -> Path:
     """Save a tiny base model with random weights (rounded to `dtype`, norms and biases not trivial) and its tokenizer."""
     torch.manual_seed(seed)
     tokenizer = tokenizer_for(name)
@@ -155,7 +157,7 @@ def build(name: str, folder: Path, *, dtype: torch.dtype = torch.bfloat16, seed:
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.08)
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * spread / config.hidden_size**0.5)
     model.generation_config = T.GenerationConfig(
         eos_token_id=stops if len(stops) > 1 else stops[0], temperature=0.7, do_sample=True
     )

@@ -37,7 +37,9 @@ def test_merged_and_gguf(name: str, base, tmp_path: Path) -> None:
     made = longreach.export(model, tokenizer, tmp_path / "merged")
     merged = AutoModelForCausalLM.from_pretrained(made.path, dtype=torch.float32)
     assert next(iter(json.loads((made.path / "config.json").read_text())["architectures"])) == CONFIGS_CLASS[name]
-    rounded = copy.deepcopy(model).merge_and_unload().to(torch.bfloat16).float()  # PEFT's own merge, to know what rounding costs
+    rounded = (
+        copy.deepcopy(model).merge_and_unload().to(torch.bfloat16).float()
+    )  # PEFT's own merge, to know what rounding costs
     assert relative(logits(merged, tokenizer), wanted) <= 2 * relative(logits(rounded, tokenizer), wanted)
 
     file = longreach.export(model, tokenizer, tmp_path / "model.gguf", format="gguf", quantization="f16").path
