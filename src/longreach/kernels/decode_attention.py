@@ -182,7 +182,7 @@ def decode_attention(
     out = torch.empty(B, H, W, dtype=q_BHD.dtype, device=q_BHD.device) if out is None else out
     check_shape(op, "out", out, (B, H, W), "q and v")
     check_rows(op, q=q_BHD, k=k_NPKD, v=v_NPKW, prefix_k=prefix_k, prefix_v=prefix_v, sinks=sinks_H, out=out)
-    twin = decode_reference if q_BHD.dtype == torch.float64 else decode_cpu
+    twin = decode_reference if q_BHD.is_cuda or q_BHD.dtype == torch.float64 else decode_cpu
     implementation(q_BHD, "decode_attention", twin).decode_attention(
         q_BHD, k_NPKD, v_NPKW, prefix_k, prefix_v, plan, out, scale, softcap, sinks_H
     )

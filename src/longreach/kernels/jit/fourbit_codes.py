@@ -175,8 +175,8 @@ def code_tile(
 
 
 def in_registers(x: Tensor) -> bool:
-    """Whether codes are looked up by PTX; Triton's interpreter has none."""
-    return x.is_cuda
+    """Whether codes are looked up by PTX: Triton's interpreter has none, and fp32 deserves a table of fp32."""
+    return x.is_cuda and x.dtype != torch.float32
 
 
 @functools.cache
