@@ -63,5 +63,6 @@ def test_losses_follow_fp32(steps):
     gain = smoothed(exact)[0] - smoothed(exact)[-1]
     assert gain > (0.5 if steps > 100 else 0.2)  # it has learned, or there is nothing to compare
     off = [[abs(a - b) for a, b in zip(smoothed(exact), smoothed(x))] for x in (half, brain)]
-    assert max(off[0]) < 0.05 * gain + 0.02, max(off[0])
-    assert off[0][-1] < 0.02 * gain + 0.02, off[0][-1]
+    # Two runs part by themselves after a hundred steps or so: the measure is what bf16 parts from fp32 by.
+    assert max(off[0]) < 2 * max(off[1]) + 0.02, (max(off[0]), max(off[1]))
+    assert off[0][-1] < max(2 * off[1][-1], 0.05 * gain), (off[0][-1], off[1][-1])
