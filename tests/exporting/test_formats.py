@@ -12,6 +12,7 @@ import longreach
 from longreach.exporting import gguf_file
 from longreach.exporting.errors import ExportError, MismatchError
 from longreach.exporting.libllama import GGUFModel
+from longreach.exporting.limits import COMPUTED, GGUF
 from longreach.exporting.vocabulary import pre_tokenizer
 from tests.exporting.models import CONFIGS, MOE, adapted, tokenizer_for
 
@@ -56,6 +57,17 @@ def test_merged_and_gguf(name: str, base, tmp_path: Path) -> None:
 
 
 CONFIGS_CLASS = {name: gguf_file.ARCHITECTURES[name] for name in CONFIGS}
+
+
+def test_limits_are_twice_what_was_measured() -> None:
+    path = Path(__file__).parents[2] / "bench" / "results" / "export.json"
+    worst = json.loads(path.read_text(encoding="utf-8"))["worst"]
+    assert set(gguf_file.TYPES) == set(GGUF)
+    for kind, limit in GGUF.items():
+        assert 2 * worst[kind]["relative"] <= limit.relative <= 2.2 * worst[kind]["relative"], kind
+        assert limit.kl >= 2 * worst[kind]["kl"], kind
+    measured = worst["bf16 weights, computed in fp32"]["relative"]
+    assert 2 * measured <= COMPUTED["fp32"].relative <= 2.2 * measured
 
 
 def test_every_listed_architecture_is_tested() -> None:
