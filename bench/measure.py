@@ -47,7 +47,7 @@ def arguments(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--lengths", type=_numbers, default=[16384, 32768], help="contexts, e.g. 16384,32768,131072")
     parser.add_argument("--completion", type=int, default=1024, help="tokens with a loss at the end (default: 1024)")
     parser.add_argument("--everyday", action="store_true", help="also 8 prompts x 8 completions of 256 + 1,024 tokens")
-    parser.add_argument("--repeats", type=int, default=3, help="timed steps after the first (default: 3)")
+    parser.add_argument("--repeats", type=int, default=3, help="timed steps after the first (default: 3); 0 times the first")
     parser.add_argument("--budget", type=float, default=1e9, help="seconds per case after which no further step starts")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument(
@@ -102,13 +102,14 @@ def measure(
     while len(timed) < repeats and (not timed or time.perf_counter() - began < budget):
         timed.append(once())
     peaks = [peak for *_, peak in [first, *timed] if peak is not None]
+    repeats, timed = len(timed), timed or [first]
     forward, backward = (statistics.median(t[i] for t in timed) for i in (0, 1))
     return {
         "first_step_s": first[0] + first[1],
         "forward_s": forward,
         "backward_s": backward,
         "step_s": statistics.median(t[0] + t[1] for t in timed),
-        "repeats": len(timed),
+        "repeats": repeats,
         "loaded_bytes": loaded,
         "peak_bytes": max(peaks) if peaks else None,
         "above_weights_bytes": max(peaks) - (loaded or 0) if peaks else None,
