@@ -16,6 +16,7 @@ from typing import Any
 
 from bench.kernel_tables import attention, decode_kernels, kernels
 from bench.markdown import table
+from bench.training_tables import full_finetuning, half_precision
 
 from bench import plots
 from longreach.context.policy import Policy
@@ -77,6 +78,8 @@ def page(results: Path) -> str:
     if records:
         parts += [STEP, "", _provenance(records), ""]
     parts += sequences(records) + groups(records) + everyday(records) + planner(_read(results / "planner.json"))
+    parts += full_finetuning(_read(results / "full_finetune.json"))
+    parts += half_precision(_read(results / "half_precision.json"))
     parts += attention(_read(results / "attention.json")) + kernels(_read(results / "kernels.json"))
     parts += decode_kernels(_read(results / "decode_kernels.json"))
     return "\n".join(parts).rstrip() + "\n"

@@ -27,6 +27,8 @@ def records(path: Path) -> dict[tuple[str, str, int], dict]:
         "peers.unsloth_step",
         "gpt_oss",
         "gpt_oss_grpo",
+        "full_finetune",
+        "half_precision",
     ],
 )
 def test_help_says_what_it_does(name, capsys):
