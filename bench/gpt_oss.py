@@ -14,6 +14,7 @@ without optimizer states.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 from typing import Any
 
@@ -40,7 +41,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--embedding", default=None, choices=("int8",), help="embedding and head in 8 bits")
     parser.add_argument("--chunk", type=int, default=None)
     parser.add_argument("--offload", default="auto")
-    parser.add_argument("--save-attention", action="store_true")
+    parser.add_argument("--save-attention", action=argparse.BooleanOptionalAction, default=None)
     parser.add_argument("--stock-lengths", type=measure._numbers, default=[], help="contexts for stock Transformers")
     parser.add_argument("--stock-attention", default="flash_attention_4,flex_attention,eager", help="first that runs")
     options = measure.parse(parser, argv)
@@ -122,7 +123,7 @@ class Bench:
         self.loaded = measure.loaded_bytes(options.device)
         longreach.enable(
             model, chunk=options.chunk or "auto", offload=options.offload,
-            save_attention=True if options.save_attention else "auto", parity_check=False,
+            save_attention="auto" if options.save_attention is None else options.save_attention, parity_check=False,
         )  # fmt: skip
 
     def ours(self, length: int) -> None:
