@@ -3,6 +3,7 @@
     python -m bench.planner                       # on a GPU, about a minute and a half
     python -m bench.planner --only dense          # or: streamed, packed: a part of the points, which joins the file
     python -m bench.planner --missing             # what the file does not have yet
+    python -m bench.planner --join                # add the steps that bench.train_step has measured
     python -m bench.planner --device meta         # against a replay of the engine's allocations, without a GPU
     python -m bench.planner --device meta --tiny  # a few points of it: tests the script
 
@@ -86,6 +87,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda", choices=("cuda", "meta"))
     parser.add_argument("--only", default=None, choices=("dense", "streamed", "packed"), help="one part of the points")
     parser.add_argument("--missing", action="store_true", help="keep the file's points, and run those that it lacks")
+    parser.add_argument(
+        "--join", action="store_true", help="add the steps of full depth in bench/results/train_step.json"
+    )
     parser.add_argument("--tiny", action="store_true", help="two layers of one model")
     parser.add_argument("--out", type=Path, default=measure.RESULTS / "planner.json")
     parser.add_argument("--commit", default=None, help="commit to note where git is not at hand")
@@ -93,6 +97,9 @@ def main(argv: list[str] | None = None) -> None:
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: there is no CUDA device; --device meta replays the engine's allocations")
     held = _held(options.out, options.device) if options.only or options.missing else []
+    if options.join:
+        _join(options.out)
+        return
     points: list[dict[str, Any]] = []
     for part, name, layers, weights, steps in CASES:
         if options.only not in (None, part) or (options.device == "meta" and weights != "bf16"):
@@ -111,6 +118,38 @@ def main(argv: list[str] | None = None) -> None:
     measured = [p for p in points if p["measured_bytes"]]
     within = sum(abs(p["error"]) <= ALLOWED for p in measured)
     print(f"{within} of {len(measured)} within {ALLOWED:.0%}; {len(points) - len(measured)} did not run")
+
+
+def _join(path: Path) -> None:
+    """Steps that `bench.train_step` measured, which has no optimizer, beside their plan."""
+    result = json.loads(path.read_text(encoding="utf-8"))
+    records = json.loads((measure.RESULTS / "train_step.json").read_text(encoding="utf-8"))
+    found = []
+    for r in records:
+        if (
+            r["engine"] != "longreach"
+            or r["case"] == "group rows"
+            or not r["step_s"]
+            or r.get("weights", "bf16") != "bf16"
+        ):
+            continue
+        shape = models.shape_of(r["model"], r["layers"], tiny=False)
+        policy = Policy(r["chunk"], r["offload"], r["save_attention"], r.get("keep_every", 1))
+        step = Step(r["context"], policy, r["group"], r["prompts"], r["completion"])
+        plan = step_memory(_work(shape, step, "bf16", dict.fromkeys(shape.linears, models.RANK)), policy)
+        predicted = plan.gpu - plan.parts["optimizer states"]
+        found.append({
+            "part": "whole", "model": shape.name, "layers": shape.layers, **_facts(step, "bf16"), "moment": plan.moment,
+            "parts": dict(plan.parts), "host_bytes": plan.host, "predicted_bytes": predicted,
+            "measured_bytes": r["peak_bytes"], "error": predicted / r["peak_bytes"] - 1,
+        })  # fmt: skip
+        print(_line(found[-1]))
+    result["points"] = [old for old in result["points"] if old["part"] != "whole"] + found
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def _work(shape: ModelShape, step: Step, weights: str, ranks: dict[str, int]) -> Work:
+    return Work(shape, step.context, step.completion, step.group, weights, ranks, prompts=step.prompts)
 
 
 def _held(path: Path, device: str) -> list[dict[str, Any]]:
@@ -178,7 +217,7 @@ def point(
 ) -> dict[str, Any]:
     """One step beside its plan."""
     ranks = {name: models.RANK for name in shape.linears if _adapted(model, name)}
-    work = Work(shape, step.context, step.completion, step.group, weights, ranks, prompts=step.prompts)
+    work = _work(shape, step, weights, ranks)
     plan, tree, how = step_memory(work, step.policy), _tree(shape, step), step.policy.options
     if device == "cuda":
         predicted, measured = plan.gpu, on_card(model, optimizer, tree, how)

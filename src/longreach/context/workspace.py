@@ -11,13 +11,13 @@ import math
 from dataclasses import dataclass
 
 from ..kernels.grouped import RANK_MULTIPLE
+from ..quant.embedding import SLICE
 from ..quant.mixture import ROWS_AT_ONCE
 from .policy import Policy
 from .shape import QK_NORM
 from .tree import KEY_BLOCK
 from .work import FLOAT, ChunkShape, Work
 
-TABLE_ROWS = 16384  # of an 8-bit table that are dequantized at a time
 Windows = tuple[int | None, ...]
 
 
@@ -152,12 +152,9 @@ def head_bytes(work: Work) -> int:
     from .logprob import LOGITS_AT_ONCE  # here, because it brings Transformers along
 
     rows = min(work.labelled, max(1, LOGITS_AT_ONCE[True] // work.shape.vocab))
-    if work.eight_bit_tables:  # the head is dequantized by ranges of the vocabulary
-        return (
-            rows * work.shape.vocab * work.itemsize
-            + min(work.shape.vocab, TABLE_ROWS) * work.shape.hidden * work.itemsize
-        )
     logits = rows * work.shape.vocab * work.itemsize  # their gradient is written over them
+    if work.eight_bit_tables:  # dequantized by ranges of the vocabulary, by way of fp32
+        return logits + min(work.shape.vocab, SLICE) * work.shape.hidden * (FLOAT + work.itemsize)
     if work.ranks:
         return logits
     # The head's own gradient: one slice's in the model's dtype, and while the second joins it, both sums in fp32.
