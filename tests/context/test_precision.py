@@ -90,6 +90,16 @@ def test_every_pass_is_wide():
     assert not torch.is_autocast_enabled("cpu")
 
 
+@pytest.mark.parametrize("offload", ["host", "rows", "keys"])
+def test_streamed_values_are_wide_too(offload):
+    model = made("qwen3", torch.float16)
+    kept = run(model)
+    model.zero_grad()
+    enable(model, chunk=8, offload=offload, parity_check=False)
+    streamed = run(model)
+    assert all(torch.equal(kept[name], g) for name, g in streamed.items())
+
+
 def test_autocast_is_left_where_a_forward_fails():
     model = made("qwen3", torch.float16)
     with pytest.raises(ValueError, match="output_hidden_states"):

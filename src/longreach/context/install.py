@@ -313,7 +313,7 @@ class Engine:
         cache_name = "cache" if "cache" in kwargs else "past_key_values"
         layer_types = getattr(self.config, "layer_types", None)
         linear = layer_types is not None and layer_types[index] == "linear_attention"
-        hidden = self.precision.widened(args[0])
+        hidden, kwargs = self.precision.widened(args[0]), self.precision.narrowed(kwargs)
         return run_layer(
             LayerCall(self.run, index, layer, call, kwargs, linear, cache_name, compute_dtype(hidden)), hidden
         )

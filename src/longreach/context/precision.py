@@ -82,6 +82,13 @@ class WideResidual:
         """The hidden state that the first layer gets."""
         return hidden.float() if self._wide else hidden
 
+    def narrowed(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """A layer's arguments with rotary tables in the dtype of the weights, as they are where the decoder embeds itself."""
+        tables = kwargs.get("position_embeddings")
+        if not self._wide or tables is None:
+            return kwargs
+        return kwargs | {"position_embeddings": tuple(x.to(self._weight.dtype) for x in tables)}
+
     def _leave(self, decoder: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         wide = self._wide
         self._close()
