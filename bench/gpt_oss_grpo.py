@@ -57,7 +57,6 @@ def main(argv: list[str] | None = None) -> None:
 def run(options: Any) -> None:
     model = gpt_oss.build(options, options.prompt + options.completion)
     store_in_8_bits(model)
-    model.is_loaded_in_4bit = True  # what loading a 4-bit checkpoint says to TRL
     trainer = Timed(
         options,
         model=model,

@@ -76,7 +76,7 @@ def load(
     if "quantization_config" in kwargs or getattr(config, "quantization_config", None) is not None:
         kwargs.setdefault("device_map", {"": place})
     model: Any = origin.load_base(config, **kwargs)
-    if weights in WEIGHTS and getattr(model, "is_loaded_in_4bit", False):
+    if weights in WEIGHTS and getattr(model, "is_quantized", False):
         model = model.dequantize(WEIGHTS[weights]).requires_grad_(True)
     check_range(model)
     if embedding is not None:

@@ -185,7 +185,7 @@ def test_a_model_in_four_bits_becomes_one_to_train_whole(tmp_path):
         model, _ = longreach.load(str(tmp_path / "mxfp4"), weights="bf16", device="cpu", parity_check=False)
         longreach.enable(model, chunk=8, parity_check=False)
         start = [p.detach().clone() for p in model.parameters()]
-        assert {p.dtype for p in model.parameters()} == {torch.bfloat16} and not model.is_loaded_in_4bit
+        assert {p.dtype for p in model.parameters()} == {torch.bfloat16} and not model.is_quantized
         made = torch.optim.AdamW(model.parameters(), lr=1e-2)
         made = longreach.release_gradients(model, made) if release else made
         for tree in trees(2):

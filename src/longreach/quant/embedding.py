@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-SLICE = 16_384  # rows of the head's weight that are made at once
+SLICE = 4096  # rows of the head's weight that are made at once
 LARGEST = 127
 
 
@@ -34,7 +34,7 @@ def quantize_rows(weight_VM: Tensor) -> tuple[Tensor, Tensor]:
 def rows_of(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """code * scale, one rounding; `codes` [..., M], `scale` [...]."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    return (codes.to(wide) * scale[..., None]).to(dtype)
+    return codes.to(wide).mul_(scale[..., None]).to(dtype)
 
 
 class _EightBit(nn.Module):

@@ -230,8 +230,6 @@ class FourBitQuantizer(HfQuantizer):
                 for part, tensor in _own(module).items():
                     if tensor.is_meta or (_takes(module, part) and tensor.is_floating_point()):
                         raise FormatError(f"{name}.{part}: not found in the checkpoint")
-        # TRL and PEFT know a QLoRA model by this.
-        model.is_loaded_in_4bit = True
         # Saving writes final names itself: what gathered the weights that are in 4 bits now must not take them apart again.
         conversions = getattr(model, "_weight_conversions", None) or []
         model._weight_conversions = [c for c in conversions if not _gathers(c, self.quantization_config.experts)]
@@ -259,7 +257,6 @@ class FourBitQuantizer(HfQuantizer):
             else:
                 continue
             model.set_submodule(name, made.train(module.training))
-        model.is_loaded_in_4bit = False
         if "_weight_conversions" in vars(model):
             del model._weight_conversions  # the model's default ones hold again
         return model

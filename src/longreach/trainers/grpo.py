@@ -24,6 +24,7 @@ from .loading import (
     load_model,
     load_tokenizer,
     require_config,
+    settle_adapters,
     settle_router_loss,
     wants_longreach_load,
 )
@@ -111,6 +112,7 @@ class GRPOTrainer(Planned, Stepping, Rollouts):
                 "router loss of such parts is not that of the whole group; set per_device_train_batch_size to a "
                 f"multiple of {args.num_generations}, or router_aux_loss_coef=0.0"
             )
+        settle_adapters(self.model, args)
         self._choose_rollout(args)
         drawn = self._rollout == "engine"
         options = self._make_plan(self.model, engine=drawn, reference=self.ref_model is not None)

@@ -12,6 +12,8 @@ from ..context.install import enable
 from ..context.support import check_supported
 from ..loading import check_positions, load
 from ..origin import origin_of
+from ..quant.experts import FourBitExperts
+from ..quant.linear import FourBitLinear
 from .config import GRPOConfig, SFTConfig
 from .planning import refuse_before_loading
 
@@ -115,6 +117,16 @@ def _trusts(args: GRPOConfig | SFTConfig) -> bool:
 
 def _dtype_name(kwargs: Any) -> str:
     return str(kwargs.get("dtype") or "").removeprefix("torch.")
+
+
+def settle_adapters(model: Any, args: GRPOConfig | SFTConfig) -> None:
+    """Adapters on 4-bit weights in bfloat16, as TRL makes them on bitsandbytes' (it knows those by an attribute that would send
+    Transformers looking for that package); float32 with fp16, whose loss scaling needs them."""
+    if args.fp16 or not any(isinstance(m, (FourBitLinear, FourBitExperts)) for m in model.modules()):
+        return
+    for name, p in model.named_parameters():
+        if p.requires_grad and "lora_magnitude_vector" not in name:  # steps too small for bf16 (TRL, too)
+            p.data = p.data.to(torch.bfloat16)
 
 
 def enable_engine(

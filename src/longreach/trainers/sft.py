@@ -18,6 +18,7 @@ from .loading import (
     load_model,
     load_tokenizer,
     require_config,
+    settle_adapters,
     settle_router_loss,
     wants_longreach_load,
 )
@@ -81,6 +82,7 @@ class SFTTrainer(Planned, Stepping, trl.SFTTrainer):
             processing_class=processing_class,
             **kwargs,
         )
+        settle_adapters(self.model, mine)
         enable_engine(self.model, mine, self._make_plan(self.model))
         self._prepare_stepping()
 
