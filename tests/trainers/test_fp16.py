@@ -70,6 +70,22 @@ def test_losses_of_fp32(lora, tmp_path, fp16):
         assert b == pytest.approx(a, rel=3e-3) and a != b
 
 
+def test_grpo_follows_fp32(tmp_path, fp16):
+    """Old and new log-probs, the KL term and generation, on a model that is stored in fp16."""
+    settings = dict(peft=tiny.lora(), beta=0.1, optim="adamw_torch", learning_rate=1e-3)
+    exact = tiny.grpo(True, tmp_path, **settings)
+    made = tiny.grpo(True, tmp_path, policy=tiny.model().half(), train=False, **settings)
+    fp16(made, 2.0**12).train()
+    names = ("loss", "kl", "entropy", "reward")
+    assert all(h["overflow_steps"] == 0 for h in tiny.history(made))
+    for a, b in zip(tiny.history(exact, *names), tiny.history(made, *names)):
+        assert a.keys() == b.keys() and b == pytest.approx(a, rel=0.02, abs=2e-3)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    sampled = tiny.grpo(True, tmp_path, policy=tiny.model().half(), train=False, trainer=ours.GRPOTrainer, **settings)
+    fp16(sampled, 2.0**12).train()
+    assert all(math.isfinite(h["loss"]) and h["overflow_steps"] == 0 for h in tiny.history(sampled))
+
+
 class Weights(TrainerCallback):
     """What a step leaves: the weights, the optimizer's step count, and the learning rate."""
 
