@@ -6,7 +6,8 @@
 
 A step is forward, backward and AdamW on one sequence with LoRA r=16 on all seven kinds of linear layer; the loss is the mean
 negative log-prob of the last 1,024 tokens. Adapters are bf16, as TRL makes them for quantized models, and so are their gradients
-and optimizer states. Weights are random, of the real shapes; head and embedding stay in bf16 unless --embedding int8 is given.
+and optimizer states. With --repeats 0 only a first step is made, for its memory: its seconds hold the compilation of
+kernels. Weights are random, of the real shapes; head and embedding stay in bf16 unless --embedding int8 is given.
 Peak is all that torch allocates during a step after the first, weights included. A case is context:chunk:offload.
 """
 
@@ -74,7 +75,7 @@ class Bench:
             "weights": self.weights, "embedding": options.embedding, "rank": options.rank, "context": context,
             "completion": options.completion, "group": 1, "prompts": 1, "chunk": chunk, "offload": offload,
             "first_step_s": first[0], "step_s": statistics.median(seconds for seconds, _ in timed),
-            "repeats": len(timed), "loaded_bytes": self.loaded, "peak_bytes": max(peaks, default=None),
+            "repeats": options.repeats, "loaded_bytes": self.loaded, "peak_bytes": max(peaks, default=None),
         }  # fmt: skip
         measure.record(options.out, entry, options.commit)
         if peaks:
