@@ -126,7 +126,8 @@ def experts(T: int, k: int, E: int, F: int, gating: kernels.Gating, bias: bool) 
         out_bias = {"expert_Tk": chosen, "bias_EM": make(E, F)} if bias else {}
         out = kernels.combine_rows(h, routing.place_Tk, weight, add=make(T, F), **out_bias)
         back = kernels.combine_rows(make(T * k, F), routing.place_Tk)
-        return [h, dx, again, dweight, out, back]
+        rows = kernels.gather_rows(make(T, F + 8)[:, :F], routing.row_S)
+        return [h, dx, again, dweight, out, back, rows]
 
     return run
 

@@ -229,6 +229,7 @@ LSE = torch.zeros(2, 4)
         (lambda: kernels.merge_blocks(Q, LSE.half(), Q, LSE.half()), "lse is torch.float16; expected torch.float32"),
         (lambda: kernels.add_rows(Q, Q[:2]), r"src has shape \(2, 2, 8\)"),
         (lambda: kernels.route(W, 3), r"expert has shape \(8,\)"),
+        (lambda: kernels.gather_rows(W, W.long()), r"x has shape \(8,\), row \(8,\)"),
         (lambda: kernels.expert_swiglu(X[:, :7], kernels.Gating()), r"x has shape \(4, 7\)"),
         (lambda: kernels.expert_swiglu(X, kernels.Gating(), W[:4].long()), "bias is None"),
         (lambda: kernels.combine_rows(X, torch.zeros(2, 2).long(), W[:2]), r"weight has shape \(2,\)"),

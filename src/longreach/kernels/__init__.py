@@ -5,7 +5,7 @@ backward doesn't need. Every op computes in fp32 (fp64 for fp64 tensors) and sum
 same bits.
 """
 
-from .experts import Gating, Routing, combine_rows, expert_swiglu, expert_swiglu_backward, route
+from .experts import Gating, Routing, combine_rows, expert_swiglu, expert_swiglu_backward, gather_rows, route
 from .grouped import add_low_rank, grouped_mm, grouped_outer
 from .logprob import row_logprob, row_logprob_backward
 from .merge import add_rows, apply_sink, merge_blocks
@@ -23,6 +23,7 @@ __all__ = [
     "combine_rows",
     "expert_swiglu",
     "expert_swiglu_backward",
+    "gather_rows",
     "grouped_mm",
     "grouped_outer",
     "merge_blocks",

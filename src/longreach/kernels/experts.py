@@ -45,13 +45,33 @@ class Routing:
 
 def route(expert_Tk: Tensor, experts: int) -> Routing:
     """The order of slots for the chosen experts [T, k]; neither a loop over experts nor a wait for the device."""
-    if expert_Tk.dim() != 2:
-        raise ValueError(f"route: expert has shape {tuple(expert_Tk.shape)}; expected two axes [tokens, choices]")
-    chosen_S, order_S = torch.sort(expert_Tk.reshape(-1), stable=True)
+    if expert_Tk.dim() != 2 or experts > 2**15:
+        raise ValueError(
+            f"route: expert has shape {tuple(expert_Tk.shape)} for {experts} experts; expected two axes [tokens, choices] and at "
+            "most 32,768 experts"
+        )
+    # A radix sort takes a pass for so many bits of a key.
+    key_S, order_S = torch.sort(expert_Tk.reshape(-1).to(torch.int16), stable=True)
+    chosen_S = key_S.long()
     place = torch.empty_like(order_S)
     place[order_S] = torch.arange(len(order_S), device=order_S.device)
     ends_E = torch.searchsorted(chosen_S, torch.arange(experts, device=chosen_S.device), right=True, out_int32=True)
     return Routing(expert_Tk, chosen_S, order_S // expert_Tk.shape[1], place.view_as(expert_Tk), ends_E)
+
+
+def gather_rows(x_TM: Tensor, row_R: Tensor) -> Tensor:
+    """x[row], [R, M].
+
+    Args:
+        x_TM: any stride along T.
+        row_R: whole numbers below T.
+    """
+    if row_R.dim() != 1 or x_TM.dim() != 2:
+        raise ValueError(
+            f"gather_rows: x has shape {tuple(x_TM.shape)}, row {tuple(row_R.shape)}; expected two axes and one"
+        )
+    check_rows("gather_rows", x=x_TM, row=row_R)
+    return implementation(x_TM, "experts").gather_rows(x_TM, row_R)
 
 
 def combine_rows(

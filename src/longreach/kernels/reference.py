@@ -311,6 +311,10 @@ def dequantize_mxfp4(codes: Tensor, scales: Tensor, out: Tensor) -> Tensor:
 # --- experts ------------------------------------------------------------------------------------------------------
 
 
+def gather_rows(x_TM: Tensor, row_R: Tensor) -> Tensor:
+    return x_TM[row_R]
+
+
 def combine_rows(
     y_SM: Tensor,
     place_Tk: Tensor,

@@ -28,6 +28,7 @@ from ..kernels import (
     combine_rows,
     expert_swiglu,
     expert_swiglu_backward,
+    gather_rows,
     grouped_mm,
     grouped_outer,
 )
@@ -167,7 +168,7 @@ def mixture_forward(
     """
     y_SM = None
     for part in weights.parts(routing):
-        x_RM = x_TM[routing.row_S[part.rows]]
+        x_RM = gather_rows(x_TM, routing.row_S[part.rows])
         hidden_RG, _ = _product(x_RM, part.gate_up_eMG, part, lows[0])
         del x_RM
         h_RF = expert_swiglu(hidden_RG, weights.gating, *_bias(weights.gate_up_bias, routing, part))
@@ -223,7 +224,7 @@ def _part_backward(
 ) -> Tensor:
     """Gradient of the part's gathered rows [R, M]."""
     row_R, weight_R = routing.row_S[part.rows], weight_S[part.rows]
-    x_RM, dy_RM = x_TM[row_R], dy_TM[row_R]
+    x_RM, dy_RM = gather_rows(x_TM, row_R), gather_rows(dy_TM, row_R)
     hidden_RG, t_in = _product(x_RM, part.gate_up_eMG, part, lows[0])
     # Without the routing weight: that is put on inside the activation's backward.
     dh_RF, dt_out = _product_backward(dy_RM, part.down_eFM, part, lows[1])

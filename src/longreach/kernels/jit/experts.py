@@ -22,6 +22,17 @@ EACH = 8
 
 
 @triton.jit
+def _gather_kernel(
+    x_ptr, row_ptr, y_ptr, x_stride, M: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    to = (program // BLOCKS).to(tl.int64)
+    col = (program % BLOCKS) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(row_ptr + to).to(tl.int64)
+    tl.store(y_ptr + to * M + col, tl.load(x_ptr + row * x_stride + col, mask=col < M), mask=col < M)
+
+
+@triton.jit
 def _combine_kernel(
     y_ptr, place_ptr, weight_ptr, expert_ptr, bias_ptr, add_ptr, out_ptr, y_stride, bias_stride, add_stride, out_stride,
     M: tl.constexpr, K: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
@@ -133,6 +144,17 @@ def _backward_kernel(
             tl.store(x_ptr + col, dgate.to(x_ptr.dtype.element_ty), mask=mask)
             tl.store(x_ptr + F + col, dup.to(x_ptr.dtype.element_ty), mask=mask)
     tl.store(dweight_ptr + row, tl.sum(shares, 0))
+
+
+def gather_rows(x_TM: Tensor, row_R: Tensor) -> Tensor:
+    R, M = len(row_R), x_TM.shape[1]
+    y_RM = torch.empty(R, M, dtype=x_TM.dtype, device=x_TM.device)
+    block = min(BLOCK, padded(M))
+    launch(
+        _gather_kernel, (R * parts(M, block),), x_TM, row_R, y_RM, x_TM.stride(0),
+        M=M, BLOCKS=parts(M, block), BLOCK=block, num_warps=warps(block, EACH),
+    )  # fmt: skip
+    return y_RM
 
 
 def combine_rows(
