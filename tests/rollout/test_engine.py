@@ -12,6 +12,7 @@ from transformers import GenerationConfig
 import longreach
 from longreach.context.support import UnsupportedModelError
 from longreach.quant import MXFP4, NF4
+from longreach.quant.experts import FourBitExperts
 from longreach.quant.linear import FourBitLinear
 from longreach.rollout import RolloutOptions, SamplingParams, generate, release_rollout, rollout_engine
 from longreach.rollout.fused_step import FusedStep
@@ -54,6 +55,24 @@ def test_greedy_tokens_are_those_of_stock_generate(name, lora):
         if name not in FUSED:
             break
     assert {c.finish_reason for c in got} <= {"stop", "length"}
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma3", "gpt_oss", "gemma2"])
+def test_windows_wrap_in_their_pages(name):
+    """Completions several times as long as what a window layer keeps."""
+    model = build(name, torch.float32, lora=False).eval()
+    sampling = SamplingParams(temperature=0, max_new_tokens=90, stop_ids=())
+    got = generate(model, prompts_of(), sampling=sampling, options=SMALL)
+    assert [c.ids for c in got] == [stock_greedy(model, p, 90, ends=(-1,)) for p in prompts_of()]
+
+
+def test_gpt_oss_experts_in_mxfp4():
+    model = build("gpt_oss", torch.float32, lora=True, hidden_size=64, intermediate_size=64, head_dim=16).eval()
+    for layer in model.get_base_model().model.layers:
+        layer.mlp.experts = FourBitExperts.of(layer.mlp.experts, MXFP4())
+    got = generate(model, prompts_of(), sampling=GREEDY, options=SMALL)
+    assert isinstance(rollout_engine(model).step, FusedStep)
+    assert [c.ids for c in got] == [stock_greedy(model, p) for p in prompts_of()]
 
 
 @pytest.mark.parametrize("form", [NF4(), NF4(double=False), MXFP4()], ids=["nf4", "nf4 single", "mxfp4"])
@@ -135,9 +154,13 @@ def test_a_disabled_adapter_is_left_out():
 def test_training_mode_and_gradients_are_left_alone():
     model = build("qwen3", torch.float32, lora=True).train()
     model.get_base_model().model.layers[1].eval()
+    for module in model.modules():
+        if hasattr(module, "lora_dropout"):
+            module.lora_dropout["default"] = nn.Dropout(0.5)  # in training mode, and of no effect on a rollout
     modes = [m.training for m in model.modules()]
-    generate(model, prompts_of(), sampling=GREEDY, options=SMALL)
+    got = generate(model, prompts_of(), sampling=GREEDY, options=SMALL)
     assert [m.training for m in model.modules()] == modes
+    assert [c.ids for c in got] == [stock_greedy(copy.deepcopy(model).eval(), p) for p in prompts_of()]
     ids = torch.tensor([prompts_of()[2]])
     loss = model(input_ids=ids, labels=ids).loss
     loss.backward()

@@ -42,7 +42,8 @@ def decode_attention(
     n_B = own_B[active]
     first_B = torch.zeros_like(n_B) if plan.window is None else (n_B - plan.window).clamp_min(0)
     begin = int(first_B.min()) // P
-    pages = plan.own_pages_BN[active, begin : -(-int(n_B.max()) // P)].long()
+    # Entries beyond a row's keys, or before its window, may hold anything: what they name is read and masked.
+    pages = plan.own_pages_BN[active, begin : -(-int(n_B.max()) // P)].long().clamp(0, len(k_NPKD) - 1)
     k_BKTD, v_BKTW = (wide(x[pages].flatten(1, 2)).transpose(1, 2) for x in (k_NPKD, v_NPKW))
     place_T = torch.arange(k_BKTD.shape[2]) + begin * P
     seen_BT = (place_T < n_B[:, None]) & (place_T >= first_B[:, None])
@@ -75,7 +76,7 @@ def _add_prefix(
     begin = int(first_M.min()) // P
     if int(first_M.min()) >= p:
         return
-    pages = plan.prefix_pages_GN[g, begin : -(-p // P)].long()
+    pages = plan.prefix_pages_GN[g, begin : -(-p // P)].long()  # all of them hold keys that some row sees
     count = p - begin * P
     k_KSD, v_KSW = (wide(x[pages].flatten(0, 1)[:count]).transpose(0, 1) for x in (prefix_k, prefix_v))
     M, R = q_MKRD.shape[0], q_MKRD.shape[2]

@@ -8,9 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
+from torch.nn import functional
 
 from ..context.fused_moe import FusedMoeLayer
-from ..kernels.decode_experts import decode_experts
+from ..kernels.decode_experts import choose_experts, decode_experts
 from ..quant import MXFP4
 from ..quant.experts import PRODUCTS, FourBitExperts
 
@@ -48,5 +49,7 @@ class ExpertStep:
 
     def __call__(self, x_BM: Tensor) -> Tensor:
         """[B, M], the weighted sum of the chosen experts' outputs."""
-        expert_Bk, weight_Bk, _ = self.form._choose(x_BM)
+        router: Any = self.form.router
+        logits_BE = functional.linear(x_BM, router.weight, router.bias)
+        expert_Bk, weight_Bk = choose_experts(logits_BE, router.top_k)
         return decode_experts(x_BM, expert_Bk, weight_Bk, **self.arguments)
