@@ -300,20 +300,11 @@ def sweep(copy: float, which: str) -> list[dict[str, Any]]:
 
     if "fourbit" in which:
         base = dict(fourbit_jit._vector_sizes(HIDDEN, HIDDEN, 8))
-        for block_o, block_g, warps in (
-            (4, 16, 2),
-            (4, 32, 4),
-            (4, 64, 4),
-            (8, 8, 1),
-            (8, 16, 2),
-            (8, 32, 4),
-            (16, 8, 2),
-            (16, 16, 4),
-        ):
-            setting = {**base, "BLOCK_O": block_o, "BLOCK_G": block_g, "num_warps": warps}
+        for block_o, warps in ((4, 2), (4, 4), (8, 2), (8, 4), (16, 2), (16, 4), (4, 8)):
+            setting = {**base, "BLOCK_O": block_o, "BLOCK_G": 4 * warps, "num_warps": warps}
             fourbit_jit._vector_sizes = lambda *_, setting=setting: setting
             for group in GROUPS:
-                attempt(f"1 row {group}", (block_o, block_g, warps), lambda group=group: fourbit_op(1, group))
+                attempt(f"1 row {group}", (block_o, warps), lambda group=group: fourbit_op(1, group))
     if "matrix" in which:
         for rows_n in (16, 64):
             plain = fourbit_jit._matrix_sizes(rows_n, 8, torch.bfloat16)

@@ -82,7 +82,7 @@ def _row_times(
 ):  # fmt: skip
     """One row times one expert's features o: [O], fp32; weights are fetched one step ahead."""
     groups = width // (J * 8)
-    acc = tl.zeros([BLOCK_O, BLOCK_G, J], tl.float32)
+    acc = tl.zeros([BLOCK_G, BLOCK_O, J], tl.float32)
     word, scale = packed(
         codes_ptr, scales_ptr, scales_ptr, scales_ptr, scales_ptr, o_O, rows, 0, groups, BLOCK_G, J, MXFP4
     )
@@ -90,13 +90,10 @@ def _row_times(
         next_word, next_scale = packed(
             codes_ptr, scales_ptr, scales_ptr, scales_ptr, scales_ptr, o_O, rows, g + BLOCK_G, groups, BLOCK_G, J, MXFP4
         )
-        g_G = g + tl.arange(0, BLOCK_G)
-        mask_GJ = (g_G < groups)[:, None] & (tl.arange(0, J) < J)[None, :]
         v0, v1, v2, v3, v4, v5, v6, v7 = decoded(word, table_ptr, MXFP4, REGISTERS)
-        at_GJ = g_G[:, None] * J + tl.arange(0, J)[None, :]
-        acc += dot8(v0, v1, v2, v3, v4, v5, v6, v7, x_ptr, at_GJ, mask_GJ) * scale
+        acc += dot8(v0, v1, v2, v3, v4, v5, v6, v7, x_ptr, g, groups, BLOCK_G, J) * scale
         word, scale = next_word, next_scale
-    return tl.sum(tl.sum(acc, 2), 1)
+    return tl.sum(tl.sum(acc, 2), 0)
 
 
 @triton.jit
@@ -335,10 +332,9 @@ def _low(x: Tensor, expert_Bk: Tensor, weight: ExpertWeight, *, gather: bool) ->
 
 
 def _row_sizes(features: int) -> dict[str, int]:
-    """Tiles of sixteen words a thread; of fewer output features where there are few."""
-    if features <= 8192:
-        return {"BLOCK_O": 4, "BLOCK_G": 32, "num_warps": 2}
-    return {"BLOCK_O": 8, "BLOCK_G": 32, "num_warps": 4}
+    """Tiles with a word of each output feature a thread, as `dot8` needs it; of fewer features where there are few."""
+    num_warps = 4
+    return {"BLOCK_O": 4 if features <= 8192 else 8, "BLOCK_G": 32 * num_warps // J, "num_warps": num_warps}
 
 
 def _tiles(x_BM, expert_Bk, weight_Bk, gate_up, down, alpha, limit, table, registers) -> Tensor:

@@ -117,37 +117,49 @@ def block_scale(scales_ptr, nested_ptr, map_ptr, offset_ptr, at, mask, KIND: tl.
 @triton.jit
 def packed(codes_ptr, scales_ptr, nested_ptr, map_ptr, offset_ptr, o_O, rows, g, groups, BLOCK_G: tl.constexpr, J: tl.constexpr,
            KIND: tl.constexpr):  # fmt: skip
-    """Words [O, G, J] and scales [O, G, 1] of the blocks from g on; zero outside the weight."""
+    """Words [G, O, J] and scales [G, O, 1] of the blocks from g on; zero outside the weight."""
     g_G = g + tl.arange(0, BLOCK_G)
-    mask_OG = (o_O < rows)[:, None] & (g_G < groups)[None, :]
-    at_OG = o_O[:, None] * groups + g_G[None, :]
+    mask_GO = (g_G < groups)[:, None] & (o_O < rows)[None, :]
+    at_GO = o_O[None, :] * groups + g_G[:, None]
     words_ptr = codes_ptr.to(tl.pointer_type(tl.int32))
     word = tl.load(
-        words_ptr + at_OG[:, :, None] * J + tl.arange(0, J)[None, None, :], mask=mask_OG[:, :, None], other=0
+        words_ptr + at_GO[:, :, None] * J + tl.arange(0, J)[None, None, :], mask=mask_GO[:, :, None], other=0
     )
-    scale = block_scale(scales_ptr, nested_ptr, map_ptr, offset_ptr, at_OG, mask_OG, KIND)
+    scale = block_scale(scales_ptr, nested_ptr, map_ptr, offset_ptr, at_GO, mask_GO, KIND)
     return word, scale[:, :, None]
 
 
 @triton.jit
-def _halves(x_GJE):
+def _halves(x_JGE):
     """Even and odd elements of the last axis."""
-    return tl.split(tl.reshape(x_GJE, [x_GJE.shape[0], x_GJE.shape[1], x_GJE.shape[2] // 2, 2]))
+    return tl.split(tl.reshape(x_JGE, [x_JGE.shape[0], x_JGE.shape[1], x_JGE.shape[2] // 2, 2]))
 
 
 @triton.jit
-def dot8(v0, v1, v2, v3, v4, v5, v6, v7, x_ptr, at_GJ, mask_GJ):
-    """Sum of a word's eight numbers times x, [O, G, J]; x is read in the order of memory and taken apart in registers."""
-    x_GJE = tl.load(x_ptr + at_GJ[:, :, None] * 8 + tl.arange(0, 8)[None, None, :], mask=mask_GJ[:, :, None], other=0.0)
-    even, odd = _halves(x_GJE)
+def _piece(x_JG):
+    return tl.trans(x_JG)[:, None, :].to(tl.float32)
+
+
+@triton.jit
+def dot8(v0, v1, v2, v3, v4, v5, v6, v7, x_ptr, g, groups, BLOCK_G: tl.constexpr, J: tl.constexpr):
+    """Sum of a word's eight numbers times x, [G, O, J].
+
+    A thread reads eight elements of x in a row, those of one word. The axes [J, G] make it the thread that has this word in
+    [G, O, J] as well: nothing changes threads.
+    """
+    j_J, g_G = tl.arange(0, J), g + tl.arange(0, BLOCK_G)
+    at_JG = g_G[None, :] * J + j_J[:, None]
+    mask_JG = (g_G < groups)[None, :] & (j_J < J)[:, None]
+    x_JGE = tl.load(x_ptr + at_JG[:, :, None] * 8 + tl.arange(0, 8)[None, None, :], mask=mask_JG[:, :, None], other=0.0)
+    even, odd = _halves(x_JGE)
     x04, x26 = _halves(even)
     x15, x37 = _halves(odd)
     x0, x4 = tl.split(x04)
     x2, x6 = tl.split(x26)
     x1, x5 = tl.split(x15)
     x3, x7 = tl.split(x37)
-    sum_OGJ = v0 * x0[None] + v1 * x1[None] + v2 * x2[None] + v3 * x3[None]
-    return sum_OGJ + v4 * x4[None] + v5 * x5[None] + v6 * x6[None] + v7 * x7[None]
+    sum_GOJ = v0 * _piece(x0) + v1 * _piece(x1) + v2 * _piece(x2) + v3 * _piece(x3)
+    return sum_GOJ + v4 * _piece(x4) + v5 * _piece(x5) + v6 * _piece(x6) + v7 * _piece(x7)
 
 
 @triton.jit

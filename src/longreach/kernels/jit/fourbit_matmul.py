@@ -37,7 +37,7 @@ def _vector_tile(
     REGISTERS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     groups = width // (J * 8)
-    acc0 = tl.zeros([BLOCK_O, BLOCK_G, J], tl.float32)
+    acc0 = tl.zeros([BLOCK_G, BLOCK_O, J], tl.float32)
     acc1, acc2, acc3 = acc0, acc0, acc0
     # Weights are fetched one step ahead; the first before the kernel that makes x is done.
     word, scale = packed(codes_ptr, scales_ptr, nested_ptr, map_ptr, offset_ptr, o_O, rows, 0, groups, BLOCK_G, J, KIND)
@@ -46,17 +46,14 @@ def _vector_tile(
         next_word, next_scale = packed(
             codes_ptr, scales_ptr, nested_ptr, map_ptr, offset_ptr, o_O, rows, g + BLOCK_G, groups, BLOCK_G, J, KIND
         )
-        g_G = g + tl.arange(0, BLOCK_G)
-        at_GJ = g_G[:, None] * J + tl.arange(0, J)[None, :]
-        mask_GJ = (g_G < groups)[:, None] & (tl.arange(0, J) < J)[None, :]
         v0, v1, v2, v3, v4, v5, v6, v7 = decoded(word, table_ptr, KIND, REGISTERS)
-        acc0 += dot8(v0, v1, v2, v3, v4, v5, v6, v7, x_ptr, at_GJ, mask_GJ) * scale
+        acc0 += dot8(v0, v1, v2, v3, v4, v5, v6, v7, x_ptr, g, groups, BLOCK_G, J) * scale
         if ROWS > 1:
-            acc1 += dot8(v0, v1, v2, v3, v4, v5, v6, v7, x_ptr + x_row, at_GJ, mask_GJ) * scale
+            acc1 += dot8(v0, v1, v2, v3, v4, v5, v6, v7, x_ptr + x_row, g, groups, BLOCK_G, J) * scale
         if ROWS > 2:
-            acc2 += dot8(v0, v1, v2, v3, v4, v5, v6, v7, x_ptr + 2 * x_row, at_GJ, mask_GJ) * scale
+            acc2 += dot8(v0, v1, v2, v3, v4, v5, v6, v7, x_ptr + 2 * x_row, g, groups, BLOCK_G, J) * scale
         if ROWS > 3:
-            acc3 += dot8(v0, v1, v2, v3, v4, v5, v6, v7, x_ptr + 3 * x_row, at_GJ, mask_GJ) * scale
+            acc3 += dot8(v0, v1, v2, v3, v4, v5, v6, v7, x_ptr + 3 * x_row, g, groups, BLOCK_G, J) * scale
         word, scale = next_word, next_scale
     _put_row(out_ptr + o_O, acc0, o_O < rows)
     if ROWS > 1:
@@ -68,8 +65,8 @@ def _vector_tile(
 
 
 @triton.jit
-def _put_row(at_O, acc_OGJ, mask_O):
-    y_O = tl.sum(tl.sum(acc_OGJ, 2), 1)
+def _put_row(at_O, acc_GOJ, mask_O):
+    y_O = tl.sum(tl.sum(acc_GOJ, 2), 0)
     tl.store(at_O, y_O.to(at_O.dtype.element_ty), mask=mask_O)
 
 
@@ -103,7 +100,8 @@ def _dense_vector_tile(
         tl.store(out_ptr + 3 * out_row + o_O, tl.sum(acc3, 1).to(dtype), mask=o_O < rows)
 
 
-@triton.jit
+# Codes are loaded a word a thread, so that words lie as x does and no number changes threads: hence no wider alignment.
+@triton.jit(do_not_specialize_on_alignment=["codes0_ptr", "codes1_ptr", "codes2_ptr"])
 def _vector_kernel(
     x_ptr, codes0_ptr, codes1_ptr, codes2_ptr, scales0_ptr, scales1_ptr, scales2_ptr, nested0_ptr, nested1_ptr, nested2_ptr,
     offset0_ptr, offset1_ptr, offset2_ptr, map0_ptr, map1_ptr, map2_ptr,
@@ -256,11 +254,10 @@ def fourbit_matmul(x_BI: Tensor, given: Sequence[FourBitRows], out_BN: Tensor, a
 
 
 def _vector_sizes(features: int, width: int, J: int) -> dict[str, int]:
-    """Tiles of about eight words a thread; fewer output features and more input features where the weight is narrow."""
-    block_o = 4 if features <= 8192 else 8
-    words = 1024 // block_o
-    return {"BLOCK_O": block_o, "BLOCK_G": max(1, min(words // J, padded(parts(width, J * 8)))), "BLOCK_A": 2, "BLOCK_I": 1024,
-            "num_warps": 4}  # fmt: skip
+    """Tiles with a word of each output feature a thread, as `dot8` needs it; fewer threads where the last step would be idle."""
+    num_warps = 4 if width % 1024 == 0 or width > 8192 else 2
+    return {"BLOCK_O": 8 if features > 4096 else 4, "BLOCK_G": max(1, 32 * num_warps // J), "BLOCK_A": 2, "BLOCK_I": 1024,
+            "num_warps": num_warps}  # fmt: skip
 
 
 def _matrix_sizes(B: int, J: int, dtype: torch.dtype) -> dict[str, int]:
