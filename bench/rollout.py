@@ -72,12 +72,12 @@ class Bench:
         for batch in self.options.batches:
             group = 1 if self.options.distinct else min(GROUP, batch)
             self.ours(batch, group, self.options.lengths[0])
-        if self.options.logprobs:
-            self.logprobs()
         if self.options.peers:
             for batch in self.options.batches:
                 self.transformers(batch)
                 self.continuous(batch)
+        if self.options.logprobs:
+            self.logprobs()  # last: it casts the model
 
     # ---- ours
 
@@ -115,7 +115,7 @@ class Bench:
         return entry
 
     def logprobs(self) -> None:
-        """|engine - trainer| in nats over 10,240 tokens."""
+        """|engine - trainer| in nats over 10,240 tokens; and the trainer's own distance from itself in fp32."""
         import longreach
 
         length, new = self.options.lengths[0], max(4, min(160, self.options.new))
@@ -125,16 +125,20 @@ class Bench:
         tree = longreach.TokenTree.from_groups(
             [(p, [c.ids for c in out[i * 8 : i * 8 + 8]]) for i, p in enumerate(prompts)]
         )
-        longreach.enable(self.model, parity_check=False)
-        with torch.no_grad():
-            trainer = torch.cat(longreach.token_logprobs(self.model, tree)).float().cpu()
+
+        def scored(model: Any) -> torch.Tensor:
+            longreach.enable(model, parity_check=False)
+            with torch.no_grad():
+                return torch.cat(longreach.token_logprobs(model, tree)).float().cpu()
+
+        trainer = scored(self.model)
         gap = (trainer - torch.cat([torch.tensor(c.logprobs) for c in out])).abs()
+        release_rollout(self.model)
+        own = (trainer - scored(self.model.float())).abs()
         found = {
-            "tokens": len(gap),
-            "mean_abs": float(gap.mean()),
-            "p99": float(gap.quantile(0.99)),
-            "max": float(gap.max()),
-        }
+            "tokens": len(gap), "mean_abs": float(gap.mean()), "p99": float(gap.quantile(0.99)),
+            "bf16_itself_mean_abs": float(own.mean()), "bf16_itself_p99": float(own.quantile(0.99)),
+        }  # fmt: skip
         self.note("longreach log-probs", 64, 8, length, new, **found)
 
     def key_bytes(self, batch: int, group: int, prompt: int, new: int) -> int:
