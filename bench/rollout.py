@@ -244,7 +244,8 @@ def record(path: Path, entry: dict[str, Any], commit: str | None) -> None:
     path.write_text(json.dumps([*held, entry], indent=1) + "\n", encoding="utf-8")
     if "mean_abs" in entry:
         print(
-            f"log-probs: mean |difference| {entry['mean_abs']:.5f}, p99 {entry['p99']:.4f} nats on {entry['tokens']:,} tokens"
+            f"log-probs: engine and trainer differ by {entry['mean_abs']:.5f} (p99 {entry['p99']:.4f}) nats, the trainer in bf16 "
+            f"and in fp32 by {entry['bf16_itself_mean_abs']:.5f} (p99 {entry['bf16_itself_p99']:.4f})"
         )
         return
     rate = entry.get("tokens_per_s")
