@@ -17,12 +17,12 @@ SCALE = (
 )  # at first: no step is lost while the loss falls fast; it doubles every 25 steps, so that later some overflow
 
 
-def texts(steps, vocab):
+def texts(steps):
     """Sequences that repeat a random pattern: the model soon learns to see it."""
     draw = torch.Generator().manual_seed(0)
     for _ in range(steps):
         period = int(torch.randint(6, 24, (), generator=draw))
-        pattern = torch.randint(4, vocab, (period,), generator=draw)
+        pattern = torch.randint(4, 40, (period,), generator=draw)
         yield TokenTree.from_sequences([pattern.repeat(96 // period + 1)[:96]])
 
 
@@ -33,10 +33,10 @@ def train(weights, steps):
     longreach.enable(model, chunk=32, parity_check=False)
     trained = [p for p in model.parameters() if p.requires_grad]
     assert {p.dtype for p in trained} == {torch.float32}
-    optimizer = torch.optim.AdamW(trained, lr=3e-3)
+    optimizer = torch.optim.AdamW(trained, lr=1e-3)
     scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=25, enabled=weights == "fp16")
     losses, skipped = [], []
-    for tree in texts(steps, model.config.vocab_size):
+    for tree in texts(steps):
         loss = -torch.cat(longreach.token_logprobs(model, tree)).mean()
         scaler.scale(loss).backward()
         scale = scaler.get_scale()
@@ -63,6 +63,6 @@ def test_losses_follow_fp32(steps):
     gain = smoothed(exact)[0] - smoothed(exact)[-1]
     assert gain > (0.5 if steps > 100 else 0.2)  # it has learned, or there is nothing to compare
     off = [[abs(a - b) for a, b in zip(smoothed(exact), smoothed(x))] for x in (half, brain)]
-    # Two runs part by themselves after a hundred steps or so: the measure is what bf16 parts from fp32 by.
+    # fp16 parts from fp32 by the steps that it skipped, hardly by rounding.
     assert max(off[0]) < 2 * max(off[1]) + 0.02, (max(off[0]), max(off[1]))
     assert off[0][-1] < max(2 * off[1][-1], 0.05 * gain), (off[0][-1], off[1][-1])
