@@ -116,9 +116,9 @@ def small_attention() -> dict[str, Case]:
             groups=[(300, [1, 60, 140]), (40, [100, 3])], alone=(200,), heads=(8, 2), window=128, sinks=True
         ),
         "attention-sinks": attention(groups=[(100, [5, 0, 6])], alone=(0, 1), heads=(16, 1), sinks=True),
-        "attention-many-splits": attention(groups=[(1100, [600, 2])], heads=(2, 2), page=64, steps=2),
-        "attention-window-in-a-split": attention(groups=[(700, [1, 300])], heads=(2, 1), window=500, page=32),
-        "attention-many-rows": attention(groups=[(40, [1] * 19)], heads=(8, 1), size=64),
+        "attention-many-splits": attention(groups=[(400, [200, 2])], heads=(2, 2), page=64, steps=2),
+        "attention-window-in-a-split": attention(groups=[(300, [1, 150])], heads=(2, 1), window=200, page=32),
+        "attention-many-rows": attention(groups=[(20, [1] * 17)], heads=(8, 1), size=64),
         "attention-values-of-other-size": attention(groups=[(40, [3, 4])], size=96, value_size=64),
     }
 
@@ -354,10 +354,10 @@ def small_experts() -> dict[str, Case]:
     return {
         "choice": choice(5, 32, 4),
         "choice-odd": choice(3, 9, 3),
-        "experts-one-token": experts(1, 2, 5, 64, 96),
-        "experts-one-token-adapter": experts(1, 2, 5, 64, 96, rank=8),
+        "experts-one-token": experts(1, 2, 5, 64, 32),
+        "experts-one-token-adapter": experts(1, 2, 5, 64, 32, rank=8),
         "experts-adapter": experts(9, 2, 5, 64, 96, rank=16, one=1),
-        "experts-two-tokens": experts(2, 4, 8, 96, 32, bias=False),
+        "experts-two-tokens": experts(2, 2, 4, 96, 32, bias=False),
         "experts-crowded": experts(21, 2, 6, 64, 96, one=3),
         "experts-sparse": experts(3, 3, 40, 160, 64, bias=False),
     }
