@@ -357,7 +357,7 @@ def small_experts() -> dict[str, Case]:
         "experts-one-token": experts(1, 2, 5, 64, 32),
         "experts-one-token-adapter": experts(1, 2, 5, 64, 32, rank=8),
         "experts-adapter": experts(9, 2, 5, 64, 96, rank=16, one=1),
-        "experts-two-tokens": experts(2, 2, 4, 96, 32, bias=False),
+        "experts-two-tokens": experts(2, 1, 3, 64, 32, bias=False),
         "experts-crowded": experts(21, 2, 6, 64, 96, one=3),
         "experts-sparse": experts(3, 3, 40, 160, 64, bias=False),
     }
