@@ -102,6 +102,7 @@ def measured(model: Any, optimizer: Any, shape: Any, length: int, weights: str, 
         if number:
             seconds.append(time.perf_counter() - start)
         losses.append(float(loss.detach()))
+        del loss  # with it goes the step's host memory, which the next one takes
         peak = torch.cuda.max_memory_allocated() if options.device == "cuda" else None
     step_s = statistics.median(seconds)
     above = None if peak is None else peak - measure_states(model, optimizer)
