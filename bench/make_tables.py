@@ -19,7 +19,10 @@ from bench.markdown import table
 from bench.training_tables import full_finetuning, half_precision
 
 from bench import plots
+from longreach.context.plan import plan
 from longreach.context.policy import Policy
+from longreach.context.speed import GB
+from longreach.context.tables import SIZES
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
@@ -78,6 +81,7 @@ def page(results: Path) -> str:
     if records:
         parts += [STEP, "", _provenance(records), ""]
     parts += sequences(records) + groups(records) + everyday(records) + planner(_read(results / "planner.json"))
+    parts += longest()
     parts += full_finetuning(_read(results / "full_finetune.json"))
     parts += half_precision(_read(results / "half_precision.json"))
     parts += attention(_read(results / "attention.json")) + kernels(_read(results / "kernels.json"))
@@ -214,6 +218,33 @@ def planner(result: Any) -> list[str]:
         for p in points
     ]  # fmt: skip
     return ["## The planner", "", text, "", *table(header, rows)]
+
+
+PLANNED = (
+    ("Qwen3-4B", "nf4", {"lora": 16, "embedding": "int8"}),
+    ("Qwen3-8B", "nf4", {"lora": 16, "embedding": "int8"}),
+    ("gpt-oss-20b", "mxfp4", {"lora": 8, "embedding": "int8"}),
+)
+HOST = 256
+
+
+def longest() -> list[str]:
+    """The longest context that fits each card, by the formula."""
+    header = ["model, weights, LoRA", *(f"{amount // GB} GB" for amount in SIZES)]
+    rows = []
+    for name, weights, how in PLANNED:
+        cells = []
+        for amount in SIZES:
+            asked = {"context": 2048, "completion": 1024, "optimizer": "adamw_8bit", "gpu_bytes": 10 * SIZES[-1]}
+            made = plan(name, weights=weights, host_bytes=HOST * GB, **asked, **how)
+            found = made.longest(gpu_bytes=amount)
+            cells.append(f"{found // 1024:,}K" if found else "no")
+        rows.append([f"{name}, {weights}, r={how['lora']}", *cells])
+    text = (
+        f"Longest context of a training step by plan: completion 1,024, 8-bit AdamW, embedding and head in 8 bits, a host of {HOST} "
+        "GB, which is what limits all but the small cards (it keeps every k-th layer's input then)."
+    )
+    return ["### What fits, by plan", "", text, "", *table(header, rows)]
 
 
 def _rows(point: Any) -> str:

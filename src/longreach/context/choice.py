@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .limits import CUDA_CONTEXT, HOST_PROCESS, SLACK, Limits
@@ -51,7 +51,13 @@ def choices(work: Work, limits: Limits, fixed: Mapping[str, Any]) -> Iterator[tu
 
 def choose(work: Work, limits: Limits, fixed: Mapping[str, Any]) -> Choice | None:
     """The fastest of the first tier in which one fits; None if nothing does."""
-    return first_fitting(choices(work, limits, fixed), limits)
+    first = first_chunk(work.tokens, experts=work.shape.experts > 0)
+    for tier in tiers(first, fixed, offload=limits.offload):
+        fitting = [c for c in (Choice(p, step_memory(work, p), 0.0) for p in tier) if c.fits(limits)]
+        if fitting:  # seconds are needed only now
+            timed = [replace(c, seconds=step_seconds(work, c.policy, limits.rates)) for c in fitting]
+            return min(timed, key=lambda choice: choice.seconds)
+    return None
 
 
 def first_fitting(found: Iterable[tuple[Choice, ...]], limits: Limits) -> Choice | None:

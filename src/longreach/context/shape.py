@@ -5,6 +5,7 @@ Sizes are elements (weights) per layer or per token; nothing here needs the weig
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -69,7 +70,7 @@ class ModelShape:
         """Width of all key heads, and of all value heads."""
         return self.kv_heads * self.head_dim
 
-    @property
+    @functools.cached_property
     def linears(self) -> dict[str, tuple[int, int]]:
         """(inputs, outputs) of each linear layer of one decoder layer that `target_modules="all-linear"` adapts."""
         found = {
@@ -83,7 +84,7 @@ class ModelShape:
             found |= mlp | {"down_proj": (self.mlp, self.hidden)}
         return found
 
-    @property
+    @functools.cached_property
     def expert_linears(self) -> dict[str, tuple[int, int]]:
         """(inputs, outputs) of what one expert multiplies with, by the names that `target_parameters` uses."""
         if not self.experts:
@@ -93,7 +94,7 @@ class ModelShape:
             "experts.down_proj": (self.mlp, self.hidden),
         }
 
-    @property
+    @functools.cached_property
     def linear_matrices(self) -> int:
         """Weights in the linear layers of one decoder layer."""
         return sum(i * o for i, o in self.linears.values())
@@ -135,7 +136,7 @@ class ModelShape:
         """Weights of the embedding; of the head as well where it is a table of its own."""
         return self.vocab * self.hidden
 
-    @property
+    @functools.cached_property
     def parameters(self) -> int:
         tables = self.table * (1 if self.tied else 2)
         return tables + self.layers * (self.layer_matrices + self.layer_vectors) + self.hidden

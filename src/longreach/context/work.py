@@ -5,6 +5,7 @@ Letters: T packed tokens, R labelled tokens, G rows of a group.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -157,7 +158,7 @@ class Work:
     def prompt(self) -> int:
         return self.context - self.completion
 
-    @property
+    @functools.cached_property
     def tokens(self) -> int:
         """Packed: a prompt without its last token once, and that token before each completion."""
         return self.prompts * (self.prompt - 1 + self.group * (self.completion + 1))
@@ -190,7 +191,7 @@ class Work:
         # The prompts of one bundle lie side by side, so that one call sees them all.
         return [ChunkShape(pieces * length, root * math.ceil(pieces / self.group), pieces)]
 
-    @property
+    @functools.cached_property
     def layer_adapter(self) -> int:
         """Adapter weights of one layer."""
         return self.shape.adapter(self.ranks)
@@ -199,7 +200,7 @@ class Work:
     def adapted(self) -> bool:
         return bool(self.ranks)
 
-    @property
+    @functools.cached_property
     def trained(self) -> int:
         """Parameters that train."""
         if self.trained_count is not None:
@@ -230,7 +231,7 @@ class Work:
         """Parameters of one layer that train."""
         return self.layer_adapter if self.ranks else self.shape.layer_matrices + self.shape.layer_vectors
 
-    @property
+    @functools.cached_property
     def states(self) -> int:
         """Bytes of the optimizer's states, wherever they lie."""
         kind = OPTIMIZERS[self.optimizer]
@@ -240,7 +241,7 @@ class Work:
             return found
         return found + int(kind.states * self.shape.table * (FLOAT - each))  # an embedding's are never in 8 bits
 
-    @property
+    @functools.cached_property
     def weight_bytes(self) -> int:
         """The model itself."""
         return weight_bytes(self.shape, self.weights, self.eight_bit_tables) if self.loaded is None else self.loaded

@@ -144,7 +144,9 @@ def key_counts(windows: Windows, chunk: ChunkShape) -> list[int]:
     rows, reach = chunk.rows, chunk.reach
     if None not in windows:
         return [rows + min(reach * chunk.pieces, chunk.pieces * max(window or 0 for window in windows))]
-    return [rows, *(min(KEY_BLOCK, reach - at) for at in range(0, reach, KEY_BLOCK))]
+    blocks, rest = divmod(reach, KEY_BLOCK)
+    # Of more than two whole blocks, two tell as much.
+    return [rows, *[KEY_BLOCK] * min(blocks, 2), *([rest] if rest else [])]
 
 
 def head_bytes(work: Work) -> int:
