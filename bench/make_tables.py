@@ -241,8 +241,8 @@ def longest() -> list[str]:
             cells.append(f"{found // 1024:,}K" if found else "no")
         rows.append([f"{name}, {weights}, r={how['lora']}", *cells])
     text = (
-        f"Longest context of a training step by plan: completion 1,024, 8-bit AdamW, embedding and head in 8 bits, a host of {HOST} "
-        "GB, which is what limits all but the small cards (it keeps every k-th layer's input then)."
+        "Longest context of a training step by plan: completion 1,024, 8-bit AdamW, embedding and head in 8 bits, a host of "
+        f"{HOST} GB, which is what limits all but the small cards (it keeps every k-th layer's input then)."
     )
     return ["### What fits, by plan", "", text, "", *table(header, rows)]
 
