@@ -114,6 +114,26 @@ def test_trls_correction_takes_the_engines_log_probs(tmp_path):
         )
 
 
+def test_turns_of_a_conversation_and_evaluation_go_through_the_engine(tmp_path):
+    """What TRL's tool loop does: the rows that go on, each with what it has so far, are generated again."""
+    made = trainer_for(True, tmp_path)
+    made.generation_config.do_sample = False
+    rows = prompts((9, 4, 14, 6), 1)
+    counts = [4] if "num_generations" in inspect.signature(trl.GRPOTrainer._generate_single_turn).parameters else []
+    first, logprobs = made._generate_single_turn(rows, None, {}, *counts)
+    assert [len(x) for x in first] == [len(x) for x in logprobs]
+    going_on = [p + c + [11, 12] for p, c in zip(rows[1:], first[1:])]
+    second, logprobs = made._generate_single_turn(going_on, None, {}, *counts)
+    assert [len(x) for x in second] == [len(x) for x in logprobs] and len(second) == 3
+    config = GenerationConfig(do_sample=False, max_new_tokens=12, pad_token_id=0, eos_token_id=[tiny.EOS])
+    with torch.no_grad():
+        want = generation.generate_shared(made.model, going_on, config, torch.device("cpu"))
+    assert second == want
+    evaluated = tiny.grpo(True, tmp_path, trainer=ours.GRPOTrainer, train=False, data=tiny.prompts(4))
+    evaluated.eval_dataset = tiny.prompts(4)
+    assert "eval_reward" in evaluated.evaluate() and ENGINE in evaluated.model.__dict__
+
+
 def test_memory_of_rollouts_is_released_on_request(tmp_path):
     kept = tiny.grpo(True, tmp_path, trainer=ours.GRPOTrainer, max_steps=1)
     assert ENGINE in kept.model.__dict__
