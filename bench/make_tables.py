@@ -8,6 +8,7 @@ python -m bench.make_tables --join a.json …   # first take records of other fi
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 from collections.abc import Iterable
@@ -228,6 +229,7 @@ PLANNED = (
 HOST = 256
 
 
+@functools.cache
 def longest() -> list[str]:
     """The longest context that fits each card, by the formula."""
     header = ["model, weights, LoRA", *(f"{amount // GB} GB" for amount in SIZES)]
