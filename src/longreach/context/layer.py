@@ -273,6 +273,7 @@ def _chunk_forward(
     memory, chunk, run = call.memory, call.memory.chunks[i], call.run
     wanted = call.needs_output(chunk)
     attended = None
+    out_CM: Tensor | None
     if fused is not None:
         if not wanted:
             fused.store_keys(hidden_CM, call.cos_sin(chunk), run.kv, chunk)

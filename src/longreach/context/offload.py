@@ -224,7 +224,7 @@ class Lease:
         self.used = aligned(start + size)
         # Not a view of the slab: a write to one tensor is none to its neighbours, for autograd too.
         whole = self.slabs[-1].untyped_storage()
-        return torch.empty(0, dtype=dtype).set_(whole, start // dtype.itemsize, (elements,))
+        return torch.empty(0, dtype=dtype).set_(whole, start // dtype.itemsize, (elements,), (1,))
 
 
 def _new_slab(size: int, pinned: bool) -> Tensor:
