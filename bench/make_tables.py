@@ -146,7 +146,12 @@ def sequences(records: list[Record]) -> list[str]:
 def _how(r: Record) -> str:
     if r["engine"] != "longreach":
         return ""
-    kept = {"none": "kept on GPU", "host": "inputs on host"}[r["offload"]]
+    kept = {
+        "none": "kept on GPU", "host": "inputs on host", "rows": "inputs and rows on host",
+        "keys": "inputs, rows and keys on host",
+    }[r["offload"]]  # fmt: skip
+    every = r.get("keep_every", 1)
+    kept += f", every {every} layers" if every > 1 else ""
     return f" ({kept}, chunk {r['chunk']:,}{', attention saved' if r['save_attention'] else ''})"
 
 
@@ -173,14 +178,16 @@ def groups(records: list[Record]) -> list[str]:
 
 
 def everyday(records: list[Record]) -> list[str]:
-    found = sorted((r for r in records if r["case"] == "everyday"), key=lambda r: ENGINES.index(r["engine"]))
+    found = [r for r in records if r["case"] == "everyday"]
+    found.sort(key=lambda r: (r["layers"], ENGINES.index(r["engine"])))
     rows = []
     for r in found:
         if r["step_s"] is None:
-            rows.append([f"{NAMES[r['engine']]}{_how(r)}", "out of memory", "", ""])
+            rows.append([f"{r['layers']}", f"{NAMES[r['engine']]}{_how(r)}", "out of memory", "", ""])
             continue
         rows.append(
             [
+                f"{r['layers']}",
                 f"{NAMES[r['engine']]}{_how(r)}",
                 f"{r['step_s']:.2f} s",
                 f"{r['first_step_s']:.2f} s",
@@ -195,7 +202,7 @@ def everyday(records: list[Record]) -> list[str]:
         "",
         text,
         "",
-        *table(["engine", "step", "first step", "GiB above the model"], rows),
+        *table(["layers", "engine", "step", "first step", "GiB above the model"], rows),
     ]
 
 
