@@ -143,6 +143,22 @@ def test_weights_that_change_are_seen_and_stay_the_models_own():
     assert [c.ids for c in got] == [stock_greedy(model, p) for p in prompts_of()]
 
 
+def test_joined_weights_are_saved_and_loaded_like_any(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    model = build("qwen3", torch.float32, lora=False).eval()
+    before = sum(p.numel() * p.element_size() for p in model.parameters())
+    generate(model, prompts_of(), sampling=GREEDY, options=SMALL)
+    model.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "state.pt")
+    assert sum(f.stat().st_size for f in tmp_path.glob("*.safetensors")) < before * 1.1
+    assert (tmp_path / "state.pt").stat().st_size < before * 1.2
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    states = torch.load(tmp_path / "state.pt")
+    for name, p in again.named_parameters():
+        assert torch.equal(p, model.get_parameter(name)) and torch.equal(p, states[name])
+
+
 def test_a_disabled_adapter_is_left_out():
     model = build("qwen3", torch.float32, lora=True).eval()
     generate(model, prompts_of(), sampling=GREEDY, options=SMALL)
