@@ -67,6 +67,10 @@ POINTS = [
     ("Qwen3-4B", 2, 2048, 1024, 8, Policy(8192, "none")),
     ("Llama-3.1-8B", 3, 8192, 512, 1, Policy(2048, "host")),
     ("Gemma-3-12B", 6, 8192, 512, 2, Policy(4096, "none")),
+    ("Qwen3-1.7B", 4, 32768, 1024, 1, Policy(4096, "rows", True)),
+    ("Qwen3-1.7B", 4, 131072, 1024, 1, Policy(8192, "keys", True)),
+    ("Qwen3-4B", 4, 32768, 1024, 1, Policy(8192, "host", False, 2)),
+    ("Qwen3-4B", 4, 32768, 1024, 8, Policy(8192, "keys", False, 3)),
 ]
 
 
