@@ -10,7 +10,8 @@
 Weights are random, of the real shapes, bf16 unless said otherwise, LoRA r=32 attached. Prompts of 1,024 tokens, groups of up to
 8, and completions of 1,024 that end only there. Decode tokens per second are those between a short and a full run of the same
 requests, so that prompts, start-up and captures, which are noted apart, cancel. The roofline is the bytes that a step must read,
-weights once and each key and value once (a prompt's once for its group), at the card's measured bandwidth.
+weights once (of experts, those that a random choice of the rows touches) and each key and value once (a prompt's once for its
+group), at the card's measured bandwidth.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Bench:
         if options.weights != "bf16":
             model = models.pack(model, options.weights)
         self.model = models.adapt(model)
-        self.weights = _decode_bytes(self.model)
+        self.weights, self.experts = _decode_bytes(self.model)
 
     def run(self) -> None:
         if self.options.cublas:
@@ -105,7 +106,8 @@ class Bench:
         quick, full = once(short), once(new)
         rate = batch * (new - short) / (full - quick)
         step = (full - quick) / (new - short)
-        ideal = (self.weights + self.key_bytes(batch, group if shared else 1, length, new)) / BANDWIDTH
+        weights = self.weights + self.experts * self.touched(batch)
+        ideal = (weights + self.key_bytes(batch, group if shared else 1, length, new)) / BANDWIDTH
         entry = self.note(
             "longreach", batch, group, length, new, tokens_per_s=rate, step_s=step, prefill_s=quick - short * step,
             first_call_s=first, full_call_s=full, roofline=ideal / step, shared=shared,
@@ -140,6 +142,11 @@ class Bench:
             "bf16_itself_mean_abs": float(own.mean()), "bf16_itself_p99": float(own.quantile(0.99)),
         }  # fmt: skip
         self.note("longreach log-probs", 64, 8, length, new, **found)
+
+    def touched(self, batch: int) -> float:
+        """Share of the experts that some row of a step chooses, if all are as likely."""
+        shape = self.shape
+        return 1 - (1 - shape.active / shape.experts) ** batch if shape.experts else 0.0
 
     def key_bytes(self, batch: int, group: int, prompt: int, new: int) -> int:
         """Bytes of keys and values that a step reads, at half of its completions' length."""
@@ -265,12 +272,14 @@ def record(path: Path, entry: dict[str, Any], commit: str | None) -> None:
     )
 
 
-def _decode_bytes(model: Any) -> int:
-    """Bytes of weights that one step reads: all but an embedding that is not the head as well."""
+def _decode_bytes(model: Any) -> tuple[int, int]:
+    """Bytes of weights that every step reads, all but an embedding that is not the head as well; and of experts."""
     causal = model.get_base_model()
     table, head = causal.get_input_embeddings().weight, causal.get_output_embeddings().weight
-    total = sum(x.numel() * x.element_size() for x in (*model.parameters(), *model.buffers()))
-    return total - (0 if table is head else table.numel() * table.element_size())
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    experts = sum(x.nbytes for name, x in tensors.items() if ".experts." in name)
+    total = sum(x.nbytes for x in tensors.values()) - experts
+    return total - (0 if table is head else table.nbytes), experts
 
 
 if __name__ == "__main__":
