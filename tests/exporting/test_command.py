@@ -80,6 +80,14 @@ def test_wrong_options(arguments: list[str], message: str, demo: Path, tmp_path:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("place", [".", ".."])
+def test_force_does_not_replace_the_run_itself(place: str, demo: Path) -> None:
+    before = sorted(p.name for p in demo.iterdir())
+    done = run(str(demo), "--out", str(demo / place), "--force")
+    assert done.exit_code == 2 and "would replace the model that is exported" in done.output.replace("\n", " ")
+    assert sorted(p.name for p in demo.iterdir()) == before
+
+
 @pytest.mark.parametrize("given", ["/nowhere/at/all", "./missing"])
 def test_missing_run(given: str) -> None:
     done = run(given)

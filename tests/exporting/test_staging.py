@@ -13,6 +13,7 @@ from longreach.exporting.staging import staged
 
 def write(folder: Path, text: str = "new") -> None:
     (folder / "config.json").write_text(text)
+    (folder / "verification.json").write_text("{}")
 
 
 def test_appears_when_whole(tmp_path: Path) -> None:
@@ -60,7 +61,7 @@ def test_force_that_fails_keeps_the_old(exchange: bool, tmp_path: Path, monkeypa
 
 def test_force_removes_no_one_elses_files(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("x")
-    with pytest.raises(ExportError, match="holds files that no export wrote"), staged(tmp_path, force=True):
+    with pytest.raises(ExportError, match="was not written by an export"), staged(tmp_path, force=True):
         pass
 
 

@@ -18,7 +18,7 @@ def export(
     format: Annotated[str, typer.Option("--format", "-f", help="adapter | merged | vllm | gguf | ollama")] = "merged",
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder to write; with --format gguf also a file NAME.gguf [default: RUN-FORMAT]."),
+        typer.Option(help="Folder to write; with --format gguf also a file NAME.gguf; RUN-FORMAT if left out."),
     ] = None,
     quantization: Annotated[
         str | None,
@@ -36,7 +36,7 @@ def export(
     ] = "full",
     weights: Annotated[
         str | None,
-        typer.Option(help="What an adapter was trained on, nf4 or mxfp4 [default: what the run's log says]."),
+        typer.Option(help="What an adapter was trained on, nf4 or mxfp4; what the run's log says if left out."),
     ] = None,
     merge_onto: Annotated[
         str,

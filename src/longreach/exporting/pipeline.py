@@ -22,7 +22,7 @@ from .folder import write_adapter, write_merged
 from .from_disk import folder_source, load_adapted, onto_original
 from .probe import Reference, measure
 from .source import Source, live_source
-from .staging import staged
+from .staging import REPORT, staged
 from .verify import Check, check_adapter, check_gguf, check_merged, check_written
 from .vocabulary import stop_ids
 
@@ -30,7 +30,6 @@ FORMATS = ("adapter", "merged", "vllm", "gguf", "ollama")
 MERGED_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 VERIFY = ("full", "weights", "off")
 MERGE_ONTO = ("trained", "original")
-VERIFICATION = "verification.json"
 
 
 @dataclass(frozen=True)
@@ -160,7 +159,7 @@ def export(
         raise ExportError(f"merge_onto={merge_onto!r}: choose one of {', '.join(MERGE_ONTO)}")
     if merge_onto == "original":
         source = onto_original(source)
-    return _Export(source, Path(path).expanduser(), options).run()
+    return _Export(source, Path(path).expanduser().resolve(), options).run()
 
 
 class _Export:
@@ -175,6 +174,9 @@ class _Export:
         self.single_file = options.format == "gguf" and target.suffix == ".gguf"
         self.kind = options.quantization or (gguf_file.DEFAULT_TYPE if options.is_gguf else None)
         _refuse_what_cannot_work(source, options)
+        for place in source.folders:
+            if target == place.resolve() or target in place.resolve().parents:
+                raise ExportError(f"path={str(target)!r} would replace the model that is exported; choose another path")
 
     def run(self) -> Exported:
         options = self.options
@@ -194,7 +196,7 @@ class _Export:
         if options.format == "ollama":
             name = ollama.create(self.target)
             self.notes.append(f"run it with: ollama run {name}" if name else f"{ollama.how_to_create(self.target)}")
-        made = Exported(self.target, options.format, self.kind, tuple(self.checks), tuple(self.notes))
+        made = Exported(self.target, options.format, self.kind, tuple(self.checks), tuple(dict.fromkeys(self.notes)))
         return self._upload(made)
 
     def _needed_bytes(self) -> int:
@@ -303,7 +305,7 @@ class _Export:
             "quantization": self.kind,
             "checks": [asdict(check) for check in self.checks],
         }
-        (folder / VERIFICATION).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        (folder / REPORT).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
         write_card(
             folder, self.source, self.options.format, self.kind, self.checks, verified=self.options.verify != "off"
         )

@@ -19,6 +19,7 @@ from pathlib import Path
 from .errors import ExportError, MismatchError
 
 BAD_SUFFIX = ".bad"
+REPORT = "verification.json"  # in every folder that an export wrote
 _PARTIAL = "partial-"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fs.h
 
@@ -76,16 +77,11 @@ def _check_target(target: Path, *, force: bool, single_file: bool) -> None:
     if target.is_dir() == single_file:
         kind, wanted = ("folder", "file") if single_file else ("file", "folder")
         raise ExportError(f"path={str(target)!r} is a {kind} and would be replaced by a {wanted}; choose another path")
-    if target.is_dir() and any(target.iterdir()) and not _looks_like_a_model(target):
+    if target.is_dir() and any(target.iterdir()) and not (target / REPORT).is_file():
         raise ExportError(
-            f"path={str(target)!r} holds files that no export wrote; choose another path or remove it yourself"
+            f"path={str(target)!r} was not written by an export (it holds no {REPORT}), so it isn't replaced; choose another "
+            "path or remove it yourself"
         )
-
-
-def _looks_like_a_model(folder: Path) -> bool:
-    """Whether an export may have written this, so that ``--force`` on a mistyped path removes no one's files."""
-    names = ("config.json", "adapter_config.json", "Modelfile", "verification.json")
-    return any((folder / name).is_file() for name in names) or any(folder.glob("*.gguf"))
 
 
 def _alive(partial: Path) -> bool:
