@@ -70,3 +70,36 @@ def test_an_adapter_on_a_gguf_file_goes_round(base, tmp_path: Path) -> None:
 def test_wrong_origins_are_named(make, message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         origin_of(make(tmp_path))
+
+
+@pytest.mark.parametrize("kind", ["adapter", "gguf"])
+def test_trainers_take_them(kind: str, base, tmp_path: Path) -> None:
+    """A step of SFT, then the export of what it trained."""
+    from datasets import Dataset
+    from peft import LoraConfig
+
+    if kind == "gguf":
+        start = longreach.export(
+            base("qwen2"), None, tmp_path / "m.gguf", format="gguf", quantization="f16", verify="off"
+        )
+    else:
+        model, tokenizer = adapted("qwen2", base("qwen2")), tokenizer_for("qwen2")
+        start = longreach.export(model, tokenizer, tmp_path / "a", format="adapter", verify="off")
+    args = longreach.SFTConfig(
+        output_dir=str(tmp_path / "run"),
+        max_steps=1,
+        max_length=64,
+        bf16=False,
+        use_cpu=True,
+        report_to=[],
+        learning_rate=1e-3,
+    )
+    lora = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM") if kind == "gguf" else None
+    rows = Dataset.from_list([{"text": TEXTS[0]}] * 8)
+    trainer = longreach.SFTTrainer(str(start.path), args=args, train_dataset=rows, peft_config=lora)
+    trainer.train()
+    trainer.save_model()
+    longreach.export(tmp_path / "run", None, tmp_path / "done")
+    if kind == "adapter":
+        with pytest.raises(ValueError, match="is an adapter already; leave peft_config out"):
+            longreach.SFTTrainer(str(start.path), args=args, train_dataset=rows, peft_config=LoraConfig(r=2))
