@@ -24,7 +24,7 @@ from ..kernels.norm import rms_norm
 from .cache import Kind
 from .joined import JoinedLinears
 from .module_step import decode_plans
-from .moe_step import ExpertStep
+from .moe_step import CodedExperts, MixedExperts, experts_of
 from .state import RowState
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -55,9 +55,9 @@ class _Layer:
         self.qkv = JoinedLinears([getattr(attention, n) for n in QKV], dtype)
         self.out = JoinedLinears([attention.o_proj], dtype)
         self.groups = [self.qkv, self.out]
-        self.experts: ExpertStep | None = None
+        self.experts: CodedExperts | MixedExperts | None = None
         if isinstance(form, FusedMoeLayer):
-            self.experts = ExpertStep(form)
+            self.experts = experts_of(form, mlp.experts, dtype)
         else:
             self.gate_up = JoinedLinears([getattr(mlp, n) for n in GATE_UP], dtype)
             self.down = JoinedLinears([mlp.down_proj], dtype)
@@ -72,10 +72,7 @@ class _Layer:
         """Whether a step can run this layer by hand."""
         attention, mlp = layer.self_attn, layer.mlp
         groups = [[getattr(attention, n) for n in QKV], [attention.o_proj]]
-        if isinstance(form, FusedMoeLayer):
-            if not ExpertStep.fits(form):
-                return False
-        else:
+        if not isinstance(form, FusedMoeLayer):
             groups += [[getattr(mlp, n) for n in GATE_UP], [mlp.down_proj]]
         return all(JoinedLinears.joins(group, dtype) for group in groups)
 
@@ -107,10 +104,15 @@ class FusedStep:
         fit = all(f is not None and _Layer.fits(layer, f, dtype) for layer, f in zip(engine.layers, forms))
         return cls(engine, state, forms, dtype) if fit else None  # type: ignore[arg-type]
 
-    def _held(self) -> list[JoinedLinears | _Norm]:
-        held: list[JoinedLinears | _Norm] = [self.norm]
+    @property
+    def captures(self) -> bool:
+        """Whether a step can be captured in a CUDA graph."""
+        return all(layer.experts is None or layer.experts.captures for layer in self.layers)
+
+    def _held(self) -> list[Any]:
+        held: list[Any] = [self.norm]
         for layer in self.layers:
-            held += [*layer.groups, *layer.norms]
+            held += [*layer.groups, *layer.norms, *([] if layer.experts is None else [layer.experts])]
         return held
 
     def current(self) -> bool:

@@ -1,55 +1,106 @@
-"""The experts of a decode step: chosen as in training, run from their 4-bit codes.
+"""The experts of a decode step, chosen as in training: from 4-bit codes where there is a kernel, else as training runs them.
 
-Shape suffixes: B rows of the step, M hidden size, k chosen experts of a row.
+Shape suffixes: B rows of the step, M hidden size, k chosen experts of a row, E experts.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.nn import functional
 
 from ..context.fused_moe import FusedMoeLayer
+from ..kernels import route
 from ..kernels.decode_experts import choose_experts, decode_experts
+from ..lora import Experts
 from ..quant import MXFP4
 from ..quant.experts import PRODUCTS, FourBitExperts
+from ..quant.mixture import mixture_forward
 
 
-class ExpertStep:
-    """One layer's experts."""
+class CodedExperts:
+    """One layer of gpt-oss's experts in MXFP4 without adapters: a kernel reads the codes of those that are chosen."""
 
-    def __init__(self, form: FusedMoeLayer) -> None:
-        self.form = form
-        base: Any = form.experts.base
-        gate_up, down = (base.packed(name).tensors for name in PRODUCTS)
+    captures = True
+
+    def __init__(self, form: FusedMoeLayer, module: nn.Module) -> None:
+        self.router, self.module = form.router, module
+        self.base: Any = form.experts.base
+        gate_up, down = (self.base.packed(name).tensors for name in PRODUCTS)
         self.arguments = {
             "gate_up_codes": gate_up["codes"],
             "gate_up_scales": gate_up["scales"],
-            "gate_up_bias": base.gate_up_proj_bias,
+            "gate_up_bias": self.base.gate_up_proj_bias,
             "down_codes": down["codes"],
             "down_scales": down["scales"],
-            "down_bias": base.down_proj_bias,
-            "alpha": base.alpha,
-            "limit": base.limit,
+            "down_bias": self.base.down_proj_bias,
+            "alpha": self.base.alpha,
+            "limit": self.base.limit,
         }
 
     @staticmethod
-    def fits(form: FusedMoeLayer) -> bool:
-        """Whether a decode step has a kernel for these experts: gpt-oss's in MXFP4, without adapters."""
-        base = form.experts.base
+    def fits(experts: Experts | None) -> bool:
+        base = None if experts is None else experts.base
         return (
             isinstance(base, FourBitExperts)
             and isinstance(base.format, MXFP4)
             and base.gating.interleaved
             and base.has_bias
             and base.alpha is not None
-            and not any(form.experts.adapters)
+            and experts is not None
+            and not any(experts.adapters)
         )
+
+    def current(self) -> bool:
+        """Whether these are still the layer's experts, without adapters, in the same place."""
+        experts = Experts.of(self.module)
+        codes = self.base.packed(PRODUCTS[0]).tensors["codes"]
+        return (
+            self.fits(experts)
+            and experts is not None
+            and experts.base is self.base
+            and codes.data_ptr() == self.arguments["gate_up_codes"].data_ptr()
+        )
+
+    def refresh(self) -> None:
+        """Nothing is copied."""
 
     def __call__(self, x_BM: Tensor) -> Tensor:
         """[B, M], the weighted sum of the chosen experts' outputs."""
-        router: Any = self.form.router
-        logits_BE = functional.linear(x_BM, router.weight, router.bias)
-        expert_Bk, weight_Bk = choose_experts(logits_BE, router.top_k)
+        logits_BE = functional.linear(x_BM, self.router.weight, self.router.bias)
+        expert_Bk, weight_Bk = choose_experts(logits_BE, self.router.top_k)
         return decode_experts(x_BM, expert_Bk, weight_Bk, **self.arguments)
+
+
+class MixedExperts:
+    """One layer's experts by the training step's operation: any format, with adapters. It can't be captured in a graph."""
+
+    captures = False
+
+    def __init__(self, form: FusedMoeLayer, module: nn.Module, dtype: torch.dtype) -> None:
+        self.form, self.module, self.dtype = form, module, dtype
+        self.refresh()
+
+    def current(self) -> bool:
+        """Whether the layer's experts can still be run so; adapters are read anew in any case."""
+        experts = Experts.of(self.module)
+        return experts is not None and experts.fits(self.dtype) and not CodedExperts.fits(experts)
+
+    def refresh(self) -> None:
+        """Adapters as they are now."""
+        experts = Experts.of(self.module)
+        assert experts is not None
+        self.weights, self.lows = experts.weights(self.dtype, False), experts.low_ranks(self.dtype)
+
+    def __call__(self, x_BM: Tensor) -> Tensor:
+        """[B, M], the weighted sum of the chosen experts' outputs."""
+        expert_Bk, weight_Bk, _ = self.form._choose(x_BM)
+        routing = route(expert_Bk, self.form.router.num_experts)
+        return mixture_forward(x_BM, routing, weight_Bk, self.weights, self.lows)
+
+
+def experts_of(form: FusedMoeLayer, module: nn.Module, dtype: torch.dtype) -> CodedExperts | MixedExperts:
+    """How a step runs the experts of a layer."""
+    return CodedExperts(form, module) if CodedExperts.fits(form.experts) else MixedExperts(form, module, dtype)
