@@ -310,8 +310,16 @@ def test_entropy_and_temperature():
         assert worst(gradients(reference), gradients(model))[0] < 1e-11
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    "name, dtype",
+    [
+        (name, dtype)
+        for name in CONFIGS
+        for dtype in (torch.bfloat16, torch.float16, torch.float32)
+        if dtype != torch.float16
+        or name not in ("gemma2", "gemma3")  # refused in fp16: tests/context/test_precision.py
+    ],
+)
 def test_parity_holds(name, dtype):
     model = build(name, dtype, lora=False)
     enable(model, parity_check=False)
