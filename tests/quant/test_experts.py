@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 
 import pytest
@@ -71,6 +72,15 @@ def test_ranges_cover_the_busy_experts_once(monkeypatch: pytest.MonkeyPatch) -> 
     assert [(p.experts.start, p.experts.stop) for p in one] == [(0, 2)]
 
 
+def smaller(stock_experts, count: int):
+    """The first experts alone."""
+    found = copy.deepcopy(stock_experts)
+    found.num_experts = count
+    for name in PRODUCTS:
+        setattr(found, name, torch.nn.Parameter(getattr(found, name)[:count].clone()))
+    return found
+
+
 def test_scales_of_scales_set_the_granule(monkeypatch: pytest.MonkeyPatch) -> None:
     """A range of NF4 experts begins where a block of 256 scales begins, and gives what the whole gives there."""
     torch.manual_seed(0)
@@ -86,6 +96,11 @@ def test_scales_of_scales_set_the_granule(monkeypatch: pytest.MonkeyPatch) -> No
     for name in PRODUCTS:
         whole = experts.packed(name).dequantize(torch.float32)
         assert torch.equal(experts.dequantize_range(name, slice(4, 12), torch.float32), whole[4:12])
+        few = FourBitExperts.of(smaller(stock_experts, 6), NF4())  # its last block of scales is not full
+        assert few.granule == 4
+        whole = few.packed(name).dequantize(torch.float32)
+        for part in (slice(0, 4), slice(4, 6)):
+            assert torch.equal(few.dequantize_range(name, part, torch.float32), whole[part])
     x, chosen = torch.randn(5, 64), torch.tensor([[1, 9], [9, 15], [1, 2], [0, 9], [15, 14]])
     weight = torch.rand(5, 2)
     before = mixture_forward(x, route(chosen, 16), weight, experts.weights(torch.float32))

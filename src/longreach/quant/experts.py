@@ -129,12 +129,18 @@ class FourBitExperts(nn.Module):
         packed, (E, *each) = self.packed(name), self.shapes[name]
         if experts == slice(0, E):
             return packed.dequantize(dtype)
-        tensors = {}
-        for part, tensor in packed.tensors.items():
-            shared_by_all = part in ("nested_map", "nested_offset")
-            start, stop = (-(-len(tensor) * n // E) for n in (experts.start, experts.stop)) if tensor.ndim else (0, 0)
-            tensors[part] = tensor if shared_by_all else tensor[start:stop]
+        size, tensors = math.prod(each), dict(packed.tensors)
+        for part, weights in self._weights_per_entry(size).items():
+            tensors[part] = tensors[part][experts.start * size // weights : -(-experts.stop * size // weights)]
         return Packed(self.format, (experts.stop - experts.start, *each), tensors).dequantize(dtype)
+
+    def _weights_per_entry(self, expert: int) -> dict[str, int]:
+        """How many weights an entry along the first axis of each stored tensor belongs to, of `expert` weights an expert; without
+        the tensors that all share."""
+        if not isinstance(self.format, NF4):
+            return {"codes": expert, "scales": expert}
+        found = {"codes": 2, "absmax": self.format.block}
+        return found | ({"nested_absmax": self.format.block * NESTED_BLOCK} if self.format.double else {})
 
     @property
     def granule(self) -> int:
