@@ -93,3 +93,16 @@ def test_mxfp4_stays_as_it_is_where_no_adapter_touches_it(base, tmp_path: Path) 
     run = longreach.export(experts, tokenizer, tmp_path / "run2", format="adapter").path
     made = longreach.export(run, None, tmp_path / "z.gguf", format="gguf", quantization="mxfp4")
     assert "quantized to MXFP4 again" in made.notes[0] and mixed_types(made.path)["mxfp4"] == 6
+
+
+@pytest.mark.parametrize("low", [0, 1])
+def test_unpacking_by_bytes_gives_the_kernels_bits(low: int) -> None:
+    from longreach.exporting.weights import unpacked
+    from longreach.kernels.dequant import dequantize_mxfp4
+
+    generator = torch.Generator().manual_seed(0)
+    blocks = torch.randint(0, 256, (2, 64, 6, 16), dtype=torch.uint8, generator=generator)
+    scales = torch.randint(low, 250, (2, 64, 6), dtype=torch.uint8, generator=generator)
+    scales[0, 0, 0] = low
+    wanted = dequantize_mxfp4(blocks, scales, torch.empty(2, 64, 192, dtype=torch.bfloat16))
+    assert torch.equal(unpacked(blocks, scales), wanted)
