@@ -1,7 +1,7 @@
 """y = x W' for few rows of x, W in 4 bits: codes are read once and become numbers in registers.
 
 Where every weight is used a few times only, reading it is the whole cost: 4-bit codes are read in a quarter of the time of 16-bit
-weights. For many rows, dequantizing once (`dequant`) and a plain matrix product is faster.
+weights. For many rows, dequantize once (`dequant`) and use a plain matrix product.
 
 Shape suffixes: B rows, I input features, O output features, N all columns of the result, R ranks of a group's adapters together.
 """
