@@ -1,4 +1,4 @@
-"""y = x W' for few rows of x, as fast as the weight can be read.
+"""y = x W' for few rows of x, where reading the weight is the whole cost.
 
 Shape suffixes: B rows, I input features, O output features.
 """
