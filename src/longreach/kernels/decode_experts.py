@@ -74,12 +74,12 @@ def decode_experts(
     for name, bias, columns in (("gate_up_bias", gate_up_bias, features), ("down_bias", down_bias, M)):
         if bias is not None:
             check_shape(op, name, bias, (E, columns), "the codes")
-    for name, low, shape in (("gate_up_low", gate_up_low, (M, features)), ("down_low", down_low, (width, M))):
+    for name, low, inputs, outputs in (("gate_up_low", gate_up_low, M, features), ("down_low", down_low, width, M)):
         if low is not None:
             a_ErI, b_ErO = low
             rank = a_ErI.shape[1]
-            check_shape(op, f"{name} a", a_ErI, (E, rank, shape[0]), "the codes")
-            check_shape(op, f"{name} b", b_ErO, (E, rank, shape[1]), "the codes and a")
+            check_shape(op, f"{name} a", a_ErI, (E, rank, inputs), "the codes")
+            check_shape(op, f"{name} b", b_ErO, (E, rank, outputs), "the codes and a")
             if not (a_ErI.is_contiguous() and b_ErO.is_contiguous() and a_ErI.dtype == b_ErO.dtype == x_BM.dtype):
                 raise ValueError(
                     f"{op}: {name} is {a_ErI.dtype}, {b_ErO.dtype}, strides {a_ErI.stride()}, {b_ErO.stride()}; expected "
