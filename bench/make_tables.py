@@ -116,6 +116,7 @@ def sequences(records: list[Record]) -> list[str]:
     if not found:
         return []
     out = ["## One sequence", ""]
+    deepest = {r["model"]: max(o["layers"] for o in found if o["model"] == r["model"]) for r in found}
     for model, layers in sorted({(r["model"], r["layers"]) for r in found}):
         mine = [r for r in found if (r["model"], r["layers"]) == (model, layers)]
         mine.sort(key=lambda r: (r["context"], ENGINES.index(r["engine"]), str(_how(r))))
@@ -137,7 +138,11 @@ def sequences(records: list[Record]) -> list[str]:
                 rows.append([*start, "", "", "out of memory", "", "", ""])
                 continue
             times = [f"{r[k]:.2f} s" for k in ("forward_s", "backward_s", "step_s", "first_step_s")]
-            rows.append([*start, *times, _gib(r.get("above_weights_bytes")), _percent(r.get("utilization"))])
+            if r["repeats"] == 0:
+                times[:3] = ["", "", "first only"]
+            # With few layers the last one, whose prompt needs keys only, would count too much.
+            share = _percent(r.get("utilization")) if layers == deepest[model] and r["repeats"] else ""
+            rows.append([*start, *times, _gib(r.get("above_weights_bytes")), share])
         out += table(header, rows)
     names = [name for name in drawings(records)]
     return out + [line for name in names for line in (f"![{name.removesuffix('.svg').replace('_', ' ')}]({name})", "")]

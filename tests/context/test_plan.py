@@ -426,6 +426,7 @@ def test_formula_agrees_with_the_steps_measured_on_a_card():
         # The benchmark has no optimizer.
         assert planned.gpu - planned.parts["optimizer states"] == pytest.approx(record["peak_bytes"], rel=0.10), record
         assert planned.above_weights == pytest.approx(record["above_weights_bytes"], rel=0.10), record
-        assert step_seconds(step, policy, CARDS["H200"]) == pytest.approx(record["step_s"], rel=0.25), record
+        if record["repeats"]:  # a first step alone pins its host memory within the time
+            assert step_seconds(step, policy, CARDS["H200"]) == pytest.approx(record["step_s"], rel=0.25), record
         compared += 1
     assert compared >= 5
