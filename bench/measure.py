@@ -47,7 +47,9 @@ def arguments(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--lengths", type=_numbers, default=[16384, 32768], help="contexts, e.g. 16384,32768,131072")
     parser.add_argument("--completion", type=int, default=1024, help="tokens with a loss at the end (default: 1024)")
     parser.add_argument("--everyday", action="store_true", help="also 8 prompts x 8 completions of 256 + 1,024 tokens")
-    parser.add_argument("--repeats", type=int, default=3, help="timed steps after the first (default: 3); 0 times the first")
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="timed steps after the first (default: 3); 0 times the first"
+    )
     parser.add_argument("--budget", type=float, default=1e9, help="seconds per case after which no further step starts")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument(
