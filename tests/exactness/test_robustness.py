@@ -179,3 +179,43 @@ def test_ways_of_generating(options):
         torch.manual_seed(0)
         out.append(model.generate(input_ids=prompt, attention_mask=mask, max_new_tokens=7, pad_token_id=0, **options))
     assert torch.equal(*out)
+
+
+@pytest.mark.parametrize("offload", ["none", "keys"])
+@pytest.mark.parametrize("every", [2, 5])
+@pytest.mark.parametrize("top", [1, 3])
+def test_few_kept_inputs_above_frozen_layers(top, every, offload):
+    """Layers without a gradient below them keep nothing; the first with one keeps its input."""
+    tree, rows = group()
+    with true_fp64():
+        reference, model = build("qwen3", F64, lora=False), build("qwen3", F64, lora=False)
+        for m in (reference, model):
+            for name, p in m.named_parameters():
+                p.requires_grad_(any(f"layers.{i}." in name for i in range(top, 4)))
+        loss_of(stock(reference, rows, F64), F64).backward()
+        enable(model, parity_check=False, chunk=7, offload=offload, keep_every=every)
+        loss_of(token_logprobs(model, tree), F64).backward()
+        assert worst(gradients(reference), gradients(model))[0] < 1e-11
+
+
+@pytest.mark.parametrize("name", ["qwen3", "olmo2"])  # written by hand, and through the module
+def test_other_adapters_in_the_backward_are_refused(name):
+    model = build(name, torch.float32, lora=True)
+    enable(model, parity_check=False, chunk=7)
+    loss = loss_of(token_logprobs(model, group()[0]), torch.float32)
+    with model.disable_adapter(), pytest.raises(RuntimeError, match="between the forward and its backward"):
+        loss.backward()
+
+
+def test_hooks_before_a_modules_backward_are_heeded():
+    tree, rows = group()
+    with true_fp64():
+        reference, model = build("qwen3", F64, lora=True), build("qwen3", F64, lora=True)
+        enable(model, parity_check=False, chunk=1000)
+        for m in (reference, model):
+            mlp = next(module for name, module in m.named_modules() if name.endswith("layers.1.mlp"))
+            mlp.register_full_backward_pre_hook(lambda module, grad: (grad[0] * 3,))
+        loss_of(stock(reference, rows, F64), F64).backward()
+        loss_of(token_logprobs(model, tree), F64).backward()
+        # The last layer's hook sees labelled rows only; layer 1 is no last layer.
+        assert worst(gradients(reference), gradients(model))[0] < 1e-11

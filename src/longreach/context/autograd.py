@@ -120,7 +120,7 @@ def input_gradient(ctx: Any, dout: Tensor | None) -> tuple[Tensor, Row]:
 def restore_input(call: LayerCall, kept: Kept) -> None:
     """Compute again, from the nearest kept input below, the inputs of the layers up to this one."""
     run = call.run
-    first = call.index - call.index % run.keep_every
+    first = run.kept_below(call.index)
     source = run.kept[first].hidden
     for index in range(first, call.index):
         found = run.calls[index]()

@@ -58,6 +58,7 @@ class FusedLayer:
 
     def __init__(self, layer: Any, family: Family, linears: dict[str, Linear], dtype: torch.dtype) -> None:
         self.family, self.dtype = family, dtype
+        self.adapters = tuple(id(line.a) for line in linears.values())  # which ones this form reads
         attention = layer.self_attn
         self.qkv = LinearGroup([linears[n] for n in QKV], dtype)
         self.kv_only = LinearGroup([linears[n] for n in QKV[1:]], dtype)
@@ -335,7 +336,12 @@ def unhooked(layer: nn.Module) -> bool:
     for module in layer.modules():
         if "_hf_hook" in module.__dict__:  # accelerate's
             return False
-        for hooks in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks):
+        for hooks in (
+            module._forward_hooks,
+            module._forward_pre_hooks,
+            module._backward_hooks,
+            module._backward_pre_hooks,
+        ):
             if hooks and any(not getattr(h, "__module__", "").startswith(SLEEPING) for h in hooks.values()):
                 return False
     return True

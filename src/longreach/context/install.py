@@ -23,7 +23,7 @@ from ..attention import AttentionSpec, attention
 from .auto import Loaded, automatic, explained, processes_here
 from .autograd import run_layer
 from .kv import CHUNK_KWARG, ChunkContext
-from .layer import LayerCall, Run
+from .layer import LayerCall, Run, lowest_trained
 from .offload import POLICIES, EmbeddingRow, HostPool
 from .plan import Plan
 from .precision import WideResidual, compute_dtype
@@ -154,6 +154,7 @@ class Engine:
             routers=self.routers if router_logits else {},
             offload=policy.offload,
             keep_every=policy.keep_every,
+            lowest=lowest_trained(self.decoder, self.layers) if policy.keep_every > 1 else 0,
         )
         if run.streams or (backward and policy.on_host):
             run.use(self.pool.lease(run))

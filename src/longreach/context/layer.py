@@ -42,6 +42,7 @@ class Run:
         resumed: puts the model's attention back to chunks while a backward recomputes.
         offload: what waits in host memory, one of `offload.POLICIES`.
         keep_every: only the inputs of every so-many-th layer are kept; the backward computes the others again.
+        lowest: the first layer with a gradient; below it nothing is kept.
         routers: layer index -> router module whose logits are wanted for the load-balancing loss.
         router_logits: [T, E] of each MoE layer, differentiable.
         captured: router module -> logits of the chunk just computed.
@@ -65,6 +66,7 @@ class Run:
     resumed: Callable[[Run], contextlib.AbstractContextManager[None]]
     offload: str = "none"
     keep_every: int = 1
+    lowest: int = 0
     routers: dict[int, nn.Module] = field(default_factory=dict)
     router_logits: list[Tensor] = field(default_factory=list)
     captured: dict[nn.Module, Tensor] = field(default_factory=dict)
@@ -99,7 +101,12 @@ class Run:
 
     def keeps(self, index: int) -> bool:
         """Whether the layer's input is kept for the backward."""
-        return self.backward and index % self.keep_every == 0
+        return self.backward and (index % self.keep_every == 0 or index == self.lowest)
+
+    def kept_below(self, index: int) -> int:
+        """The nearest layer at or below this one whose input is kept."""
+        first = index - index % self.keep_every
+        return max(first, self.lowest) if index >= self.lowest else first
 
     def source(self, index: int, hidden: Tensor) -> Row:
         """The layer's input."""
@@ -164,6 +171,7 @@ class LayerCall:
             self.run, self.last
         )
         self.router = self.run.routers.get(self.index)
+        self.adapters: Any = None
         self.form = "unknown"  # then "fused" or "module", found once for forward and backward
 
     def fused(self) -> FusedLayer | None:
@@ -171,13 +179,25 @@ class LayerCall:
         if not self.run.fuse or self.linear or self.router is not None:
             return None
         if self.form == "module":
+            self.same_adapters(adapter_state(self.layer))
             return None
         several, few = len(self.memory.chunks) > 1, self.run.layout.tokens <= FEW_TOKENS
         made = fused_layer(
             self.layer, self.dtype, keep=several, keep_linears=several and not few, checked=self.form == "fused"
         )
         self.form = "module" if made is None else "fused"
+        self.same_adapters(adapter_state(self.layer) if made is None else made.adapters)
         return made
+
+    def same_adapters(self, now: Any) -> None:
+        """Refuse a backward that would go through other adapters than the forward."""
+        if self.adapters is None:
+            self.adapters = now
+        elif self.adapters != now:
+            raise RuntimeError(
+                f"layer {self.index}: its adapters were switched, merged or disabled between the forward and its backward, which "
+                "computes the layer again; call backward with the adapters of the forward"
+            )
 
     def sharing(self) -> contextlib.AbstractContextManager[None]:
         """Around a pass: weights in 4 bits are made once for all of its chunks."""
@@ -288,6 +308,19 @@ def _chunk_forward(
     if kept is not None and run.save_attention and attended is not None:
         kept.save_attention(chunk, *attended)
     return out_CM if wanted else None
+
+
+def lowest_trained(decoder: Any, layers: list[nn.Module]) -> int:
+    """Index of the first layer through which a gradient goes."""
+    if any(p.requires_grad for p in decoder.get_input_embeddings().parameters()):
+        return 0
+    return next((i for i, layer in enumerate(layers) if any(p.requires_grad for p in layer.parameters())), 0)
+
+
+def adapter_state(layer: nn.Module) -> list[Any]:
+    """What PEFT's layers in it do now: disabled or not, which adapters are active, which are merged."""
+    found: list[Any] = [m for m in layer.modules() if "lora_A" in m._modules]
+    return [(m.disable_adapters, tuple(m.active_adapters), tuple(m.merged_adapters)) for m in found]
 
 
 def _slice(x: Any, start: int, stop: int, total: int) -> Any:

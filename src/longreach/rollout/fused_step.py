@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..context.fused import GATE_UP, QKV, FusedLayer
+from ..context.fused import GATE_UP, QKV, FusedLayer, unhooked
 from ..context.fused_moe import FusedMoeLayer, fused_layer
 from ..context.install import Engine
 from ..context.logprob import final_scale
@@ -117,7 +117,7 @@ class FusedStep:
 
     def current(self) -> bool:
         """Whether the model's tensors still are those that this step was made from."""
-        return all(held.current() for held in self._held())
+        return all(held.current() for held in self._held()) and all(map(unhooked, self.engine.layers))
 
     def refresh(self) -> None:
         """Adapters, biases and norms as they are now."""
