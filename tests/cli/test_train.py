@@ -99,6 +99,14 @@ def test_ctrl_c_saves_and_resume_gives_the_same_numbers(project: Any, monkeypatc
         assert [row[key] for row in parts.steps] == [row[key] for row in whole.steps], key
 
 
+def test_a_finished_run_is_not_resumed(project: Any) -> None:
+    path = project(save_steps=1, max_steps=1)
+    assert train(path).exit_code == 0
+    done = train(path, "--resume")
+    assert done.exit_code == 2 and "raise max_steps" in done.output
+    assert [row["step"] for row in read_log("runs/run").steps] == [1]
+
+
 def test_a_damaged_checkpoint_is_refused_at_once(project: Any) -> None:
     path = project(save_steps=2, max_steps=2)
     assert train(path).exit_code == 0

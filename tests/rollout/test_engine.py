@@ -349,3 +349,24 @@ def test_bad_arguments_are_named(arguments, message):
 def test_bad_options_are_named(changes, message):
     with pytest.raises(ValueError, match=message):
         RolloutOptions(**changes)
+
+
+def test_a_hook_added_after_a_rollout_is_heeded():
+    """The hand-written step would skip it."""
+    model = build("qwen3", torch.float32, lora=True)
+    sampling = SamplingParams(max_new_tokens=6, stop_ids=[], temperature=0)
+    before = generate(model, [[5, 6, 7, 8]], sampling=sampling)[0]
+    mlp = next(module for name, module in model.named_modules() if name.endswith("layers.1.mlp"))
+    mlp.register_forward_hook(lambda module, args, out: out * 2)
+    after = generate(model, [[5, 6, 7, 8]], sampling=sampling)[0]
+    fresh = build("qwen3", torch.float32, lora=True)
+    mlp = next(module for name, module in fresh.named_modules() if name.endswith("layers.1.mlp"))
+    mlp.register_forward_hook(lambda module, args, out: out * 2)
+    expected = generate(fresh, [[5, 6, 7, 8]], sampling=sampling)[0]
+    assert after.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
+    assert before.logprobs != pytest.approx(expected.logprobs, abs=1e-3)
+
+
+def test_flat_ids_are_refused():
+    with pytest.raises(ValueError, match="each a list of ids"):
+        generate(build("qwen3", torch.float32, lora=True), [5, 6, 7])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -31,7 +32,8 @@ def _show_version(value: bool) -> None:
 def _options(
     version: bool = typer.Option(False, "--version", callback=_show_version, is_eager=True, help="Show the version."),
 ) -> None:
-    pass
+    # bitsandbytes, where it is installed, warns about a kernel of its own that nothing here uses.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
 for _name in COMMANDS:

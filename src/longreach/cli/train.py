@@ -66,7 +66,7 @@ class Job:
 
 def prepare(path: Path, *, resume: bool = False, overwrite: bool = False) -> Job:
     """Read and check a config file, its data and its rewards. Raises ``ConfigError`` for the first thing wrong."""
-    from longreach.cli.checkpoint import resumable
+    from longreach.cli.checkpoint import resumable, step_of
     from longreach.cli.config import parse, read_file
     from longreach.cli.terminal import ConfigError
 
@@ -96,6 +96,11 @@ def prepare(path: Path, *, resume: bool = False, overwrite: bool = False) -> Job
             "replace it, or name another output_dir"
         )
     checkpoint = resumable(output) if resume else None
+    if checkpoint is not None and 0 < arguments.max_steps <= step_of(checkpoint):
+        raise ConfigError(
+            f"--resume: the run in {str(output)!r} has finished, at step {step_of(checkpoint)} of "
+            f"max_steps={arguments.max_steps}; raise max_steps to go on with it"
+        )
     return Job(path, file, model, arguments, lora, rewards, shadow, train, held_out, checkpoint)
 
 

@@ -115,6 +115,8 @@ def requests_of(
         raise ValueError(f"seed={seed!r}: give a whole number")
     if isinstance(prompts, str):
         raise ValueError("prompts is one string; give a list of prompts")
+    if any(isinstance(prompt, int) for prompt in prompts):
+        raise ValueError("prompts holds token ids; give a list of prompts, each a list of ids")
     params = [sampling or SamplingParams()] * len(prompts) if not isinstance(sampling, Sequence) else list(sampling)
     if len(params) != len(prompts):
         raise ValueError(
