@@ -99,10 +99,9 @@ class Engine:
         self.decoder = self.causal.get_decoder()
         self.config = self.decoder.config
         check_supported(self.config)
-        if self.config.model_type not in TESTED:
-            logger.warning(
-                "model_type %r is not in the exactness tests; the parity check decides", self.config.model_type
-            )
+        kind = self.config.model_type
+        if kind not in TESTED:
+            logger.warning("model_type %r is not in the exactness tests; the parity check decides", kind)
         if not hasattr(self.decoder, "layers"):
             raise UnsupportedModelError(
                 f"{type(self.decoder).__name__} keeps its layers elsewhere than in `.layers`; models of this form can't run in "
@@ -125,7 +124,7 @@ class Engine:
         self._loaded: tuple[list[Any], Loaded] | None = None
         self._scatter: tuple[Tensor, int, int] | None = None
         self.routers = self._find_routers()
-        self.precision = WideResidual(self.decoder, self.layers, self.config.model_type)  # its hooks come before ours
+        self.precision = WideResidual(self.decoder, self.layers, kind)  # its hooks come before ours
         self.decoder.register_forward_pre_hook(self._enter, with_kwargs=True)
         self.decoder.register_forward_hook(self._leave, always_call=True)
         for router in self.routers.values():
