@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from bench.kernels import replayed_microseconds
 from bench.measure import provenance
 from torch import Tensor
 
@@ -38,7 +38,6 @@ GROUPS = {
     "gate_up": ((MLP, MLP), HIDDEN),
     "down": ((HIDDEN,), MLP),
 }
-REPLAYS = 15
 SETS_BYTES = 200_000_000  # four times the L2 cache
 CALLS = 16
 
@@ -243,25 +242,7 @@ def graph_microseconds(make: Callable[[], Op], calls: int = CALLS) -> tuple[floa
     run, size = make()
     sets = max(1, min(calls, SETS_BYTES // max(size, 1)))
     runs = [run] + [make()[0] for _ in range(sets - 1)]
-    for each in runs:
-        each()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    repeats = max(1, calls // len(runs))
-    with torch.cuda.graph(graph):
-        for _ in range(repeats):
-            for each in runs:
-                each()
-    graph.replay()
-    times = []
-    for _ in range(REPLAYS):
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop) * 1e3 / (repeats * len(runs)))
-    return statistics.median(times), size
+    return replayed_microseconds(runs, max(1, calls // len(runs))), size
 
 
 def copy_rate() -> float:

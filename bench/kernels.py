@@ -187,11 +187,15 @@ def graph_microseconds(make: Callable[[], Op]) -> tuple[float, int]:
     """(median time of one call on the device, bytes it moves)."""
     run, size = make()
     runs = [run] + [make()[0] for _ in range(min(7, 400_000_000 // size))]
+    return replayed_microseconds(runs, max(1, 8 // len(runs))), size
+
+
+def replayed_microseconds(runs: list[Callable[[], Any]], repeats: int) -> float:
+    """Median time of one call, of a CUDA graph that holds all of them so many times over."""
     for each in runs:
         each()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    repeats = max(1, 8 // len(runs))
     with torch.cuda.graph(graph):
         for _ in range(repeats):
             for each in runs:
@@ -205,7 +209,7 @@ def graph_microseconds(make: Callable[[], Op]) -> tuple[float, int]:
         stop.record()
         stop.synchronize()
         times.append(start.elapsed_time(stop) * 1e3 / (repeats * len(runs)))
-    return statistics.median(times), size
+    return statistics.median(times)
 
 
 def host_microseconds(make: Callable[[], Op], calls: int = 30) -> float:

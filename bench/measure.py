@@ -161,16 +161,22 @@ def utilization(shape: Any, context: int, completion: int, group: int, prompts: 
 
 def record(path: Path, entry: dict[str, Any], commit: str | None) -> None:
     """Print an entry and put it into the file in place of an older one of the same case."""
-    entry = {**entry, **provenance(commit)}
-    held = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-    held = [old for old in held if any(old.get(k) != entry.get(k) for k in KEY)]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps([*held, entry], indent=1) + "\n", encoding="utf-8")
+    entry = put(path, entry, commit, KEY)
     above = entry.get("above_weights_bytes")
     memory = "" if above is None else f", {above / 2**30:.2f} GiB above the loaded model"
     step = entry.get("step_s")
     what = " ".join(str(entry[k]) for k in ("engine", "case", "model", "context"))
     print(what, "failed: " + entry["error"] if step is None else f"{step:.3f} s{memory}", flush=True)
+
+
+def put(path: Path, entry: dict[str, Any], commit: str | None, key: tuple[str, ...]) -> dict[str, Any]:
+    """Write an entry with its provenance into the file, in place of an older one with the same values of `key`."""
+    entry = {**entry, **provenance(commit)}
+    held = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    held = [old for old in held if any(old.get(k) != entry.get(k) for k in key)]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps([*held, entry], indent=1) + "\n", encoding="utf-8")
+    return entry
 
 
 def provenance(commit: str | None) -> dict[str, Any]:

@@ -16,7 +16,6 @@ group), at the card's measured bandwidth.
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from pathlib import Path
@@ -244,11 +243,7 @@ class Bench:
 
 def record(path: Path, entry: dict[str, Any], commit: str | None) -> None:
     """Print an entry and put it into the file in place of an older one of the same case."""
-    entry = {**entry, **measure.provenance(commit or os.environ.get("COMMIT"))}
-    held = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-    held = [old for old in held if any(old.get(k) != entry.get(k) for k in KEY)]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps([*held, entry], indent=1) + "\n", encoding="utf-8")
+    entry = measure.put(path, entry, commit or os.environ.get("COMMIT"), KEY)
     if "mean_abs" in entry:
         print(
             f"log-probs: engine and trainer differ by {entry['mean_abs']:.5f} (p99 {entry['p99']:.4f}) nats, the trainer in bf16 "
