@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench.kernels import replayed_microseconds
-from bench.measure import provenance
+from bench.measure import provenance, replayed_microseconds
 from torch import Tensor
 
 from longreach.kernels import rms_norm

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import triton
 from machine import describe
+from measure import replayed_microseconds
 from torch import Tensor
 
 from longreach import kernels
@@ -31,7 +32,6 @@ from longreach.kernels.jit import logprob, merge, norm, rope, swiglu
 RESULT = Path(__file__).parent / "results" / "kernels.json"
 T, HIDDEN, MLP, HEADS, KEYS, SIZE, ROWS, VOCABULARY = 8192, 2560, 9728, 32, 8, 128, 1024, 151_936
 EPS = 1e-6
-REPLAYS = 15
 
 # One run of an op, and the bytes it moves.
 Op = tuple[Callable[[], Any], int]
@@ -188,28 +188,6 @@ def graph_microseconds(make: Callable[[], Op]) -> tuple[float, int]:
     run, size = make()
     runs = [run] + [make()[0] for _ in range(min(7, 400_000_000 // size))]
     return replayed_microseconds(runs, max(1, 8 // len(runs))), size
-
-
-def replayed_microseconds(runs: list[Callable[[], Any]], repeats: int) -> float:
-    """Median time of one call, of a CUDA graph that holds all of them so many times over."""
-    for each in runs:
-        each()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(repeats):
-            for each in runs:
-                each()
-    graph.replay()
-    times = []
-    for _ in range(REPLAYS):
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop) * 1e3 / (repeats * len(runs)))
-    return statistics.median(times)
 
 
 def host_microseconds(make: Callable[[], Op], calls: int = 30) -> float:

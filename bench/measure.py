@@ -20,6 +20,7 @@ import torch
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("torch", "transformers", "peft", "trl", "triton", "flash-attn-4", "longreach", "unsloth", "unsloth_zoo")
 GEMM, ATTENTION = 790e12, 620e12  # FLOP per second of an H200 in bf16, as measured: what utilization is a share of
+REPLAYS = 15  # of a CUDA graph whose time is taken
 KEY = (
     "engine",
     "case",
@@ -167,6 +168,28 @@ def record(path: Path, entry: dict[str, Any], commit: str | None) -> None:
     step = entry.get("step_s")
     what = " ".join(str(entry[k]) for k in ("engine", "case", "model", "context"))
     print(what, "failed: " + entry["error"] if step is None else f"{step:.3f} s{memory}", flush=True)
+
+
+def replayed_microseconds(runs: list[Callable[[], Any]], repeats: int) -> float:
+    """Median time of one call, of a CUDA graph that holds all of them so many times over."""
+    for each in runs:
+        each()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(repeats):
+            for each in runs:
+                each()
+    graph.replay()
+    times = []
+    for _ in range(REPLAYS):
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop) * 1e3 / (repeats * len(runs)))
+    return statistics.median(times)
 
 
 def put(path: Path, entry: dict[str, Any], commit: str | None, key: tuple[str, ...]) -> dict[str, Any]:
