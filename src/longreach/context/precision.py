@@ -79,8 +79,8 @@ class WideResidual:
         return (self.widened(args[0]), *args[1:]) if args else None
 
     def widened(self, hidden: Tensor) -> Tensor:
-        """The hidden state that the first layer gets."""
-        return hidden.float() if self._wide else hidden
+        """The hidden state that the first layer gets, also when checkpointing runs the layer again after the pass."""
+        return hidden.float() if compute_dtype(hidden) == torch.float16 else hidden
 
     def narrowed(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """A layer's arguments with rotary tables in the dtype of the weights, as they are where the decoder embeds itself."""
