@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from longreach.context import offload
+from longreach.context import offload as offload_module
 from longreach.context import tree as tree_module
 from longreach.context.install import enable, engine_of
 from longreach.context.logprob import token_logprobs
@@ -113,7 +113,7 @@ def test_memory_hardly_grows_with_the_context():
 def test_streamed_memory_is_flat(monkeypatch):
     """Only tables and ids are left that grow with the context. The model is small: all of a row would fit into what may be
     under way to the host."""
-    monkeypatch.setattr(offload, "LEAVING", (2, 0))
+    monkeypatch.setattr(offload_module, "LEAVING", (2, 0))
     model = on_gpu("llama", torch.bfloat16, num_hidden_layers=4, hidden_size=512, vocab_size=97)
     peaks = {}
     for length in (65536, 131072):
