@@ -16,20 +16,26 @@ ALLOWED: dict[str, set[str]] = {
     "attention": {"kernels"},
     "quant": {"kernels"},
     "lora": {"kernels", "quant"},
-    "context": {"kernels", "attention", "quant", "lora"},
-    "rollout": {"kernels", "attention", "quant", "context", "lora"},
+    "spelling": set(),
+    "model_name": {"spelling"},
+    "context": {"kernels", "attention", "quant", "lora", "model_name"},
+    "rollout": {"kernels", "attention", "quant", "context", "lora", "spelling"},
     "gguf_tokenizer": set(),
     "gguf_origin": {"gguf_tokenizer"},
-    "origin": {"gguf_origin"},
-    "loading": {"kernels", "attention", "quant", "context", "lora", "origin"},
-    "trainers": {"kernels", "attention", "quant", "context", "lora", "rollout", "loading", "origin", "rewards"},
-    "exporting": {"kernels", "attention", "quant", "context", "lora", "loading", "origin"},
+    "origin": {"gguf_origin", "model_name"},
+    "loading": {"kernels", "attention", "quant", "context", "lora", "origin", "spelling"},
+    "trainers": {
+        "kernels", "attention", "quant", "context", "lora", "rollout", "loading", "origin", "rewards", "model_name", "spelling",
+    },
+    "exporting": {"kernels", "attention", "quant", "context", "lora", "loading", "origin", "model_name"},
     "rewards": set(),
     "audit": {"rewards"},
     "report": set(),
     # The zoo makes tasks and, in its training script, a model; the engine must not depend on it.
-    "zoo": {"kernels", "attention", "quant", "context", "lora", "loading", "rollout", "trainers", "rewards", "report"},
-}
+    "zoo": {
+        "kernels", "attention", "quant", "context", "lora", "loading", "rollout", "trainers", "rewards", "report", "model_name",
+    },
+}  # fmt: skip
 NO_TORCH = ("rewards", "audit", "report")
 # Programs of their own, started by path and imported by nothing.
 PROGRAMS = {"longreach.rewards.gpu.worker"}

@@ -1,8 +1,10 @@
-"""Where a model comes from: a Hub id, a model folder, an adapter on its base, or a GGUF file."""
+"""Where a model comes from: the embedded one, a Hub id, a model folder, an adapter on its base, or a GGUF file."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 import torch
 
 from .gguf_origin import GGUFOrigin
+from .model_name import MissingModelError, check_holds_model, model_place, not_on_the_hub
 
 ADAPTER_CONFIG = "adapter_config.json"
 
@@ -36,10 +39,14 @@ class Origin:
 
         Raises:
             ValueError: a GGUF file of an architecture that Transformers can't read.
+            MissingModelError: the Hub does not give a model of this name.
         """
         from transformers import AutoConfig
 
-        return GGUFOrigin(self.gguf).config() if self.gguf else AutoConfig.from_pretrained(self.base, **kwargs)
+        if self.gguf:
+            return GGUFOrigin(self.gguf).config()
+        with _from_hub(self.base):
+            return AutoConfig.from_pretrained(self.base, **kwargs)
 
     def load_tokenizer(self, **kwargs: Any) -> Any:
         """The tokenizer."""
@@ -47,7 +54,8 @@ class Origin:
 
         if self.gguf and self.tokenizer == self.base:
             return GGUFOrigin(self.gguf).tokenizer()
-        return AutoTokenizer.from_pretrained(self.tokenizer, **kwargs)
+        with _from_hub(self.tokenizer):
+            return AutoTokenizer.from_pretrained(self.tokenizer, **kwargs)
 
     def load_base(self, config: Any, **kwargs: Any) -> Any:
         """The base model, by `AutoModelForCausalLM.from_pretrained`; from a GGUF file unpacked."""
@@ -66,17 +74,29 @@ class Origin:
         return model
 
 
-def origin_of(name_or_path: str) -> Origin:
-    """Tell a Hub id, a model folder, an adapter folder and a GGUF file apart.
+@contextlib.contextmanager
+def _from_hub(name: str) -> Iterator[None]:
+    """What the Hub's client and Transformers raise for a name that is no folder, in our words."""
+    try:
+        yield
+    except OSError as error:
+        if Path(name).exists():
+            raise
+        raise not_on_the_hub(name, error) from error
+
+
+def origin_of(name_or_path: str | Path) -> Origin:
+    """Tell the embedded model, a Hub id, a model folder, an adapter folder and a GGUF file apart.
 
     Raises:
-        ValueError: a GGUF file or adapter that does not exist or can't be used; the message says what would be right.
+        MissingModelError: a path where there is nothing, or no model.
+        ValueError: a GGUF file or adapter that can't be used; the message says what would be right.
     """
-    path = Path(name_or_path).expanduser()
-    if path.suffix == ".gguf":
-        if not path.is_file():
-            raise ValueError(f"{name_or_path!r}: no such GGUF file")
+    place = model_place(name_or_path)
+    path = Path(place)
+    if path.suffix == ".gguf" and path.is_file():
         return _gguf(path)
+    check_holds_model(place, name_or_path)
     if (path / ADAPTER_CONFIG).is_file():
         base = json.loads((path / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
         if not base:
@@ -84,15 +104,20 @@ def origin_of(name_or_path: str) -> Origin:
                 f"{path / ADAPTER_CONFIG}: base_model_name_or_path is missing; write the base model's name there"
             )
         own = (path / "tokenizer_config.json").is_file()
-        inner = origin_of(base)
+        try:
+            inner = origin_of(base)
+        except MissingModelError as error:
+            raise MissingModelError(
+                f"{path / ADAPTER_CONFIG}: base_model_name_or_path: the model that this adapter was trained on is gone; {error}"
+            ) from error
         return Origin(inner.base, str(path) if own else inner.tokenizer, str(path), inner.gguf)
     if path.is_dir() and not (path / "config.json").is_file():
         files = sorted(path.glob("*.gguf"))
         if len(files) == 1:
             return _gguf(files[0])
         if files:
-            raise ValueError(f"{name_or_path!r} holds {len(files)} GGUF files; name one, e.g. {files[0]}")
-    return Origin(name_or_path, name_or_path)
+            raise ValueError(f"{place!r} holds {len(files)} GGUF files; name one, e.g. {files[0]}")
+    return Origin(place, place)
 
 
 def _gguf(file: Path) -> Origin:

@@ -1,6 +1,7 @@
 """``longreach plan``: the page it prints, refusals and wrong input as exit codes."""
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from longreach.cli import app
@@ -20,6 +21,45 @@ def test_the_page_names_choice_table_and_longest_context():
     assert "131,072" in flat and "RTX 4090" in flat
     assert "longest context that fits here: " in flat
     assert "the config names 40,960 positions" in flat
+
+
+def alone(*arguments: str) -> str:
+    done = CliRunner().invoke(app, ["plan", *arguments], env={"COLUMNS": "160"})
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU, which is planned for")
+def test_without_a_gpu_every_size_of_card_is_planned_for() -> None:
+    """No seconds of a CPU, and no context that only the search ended."""
+    text = alone("Qwen/Qwen3-4B", "--context", "65536")
+    flat = " ".join(text.split())
+    assert "no GPU here: planned for cards elsewhere; hosts of 2 × the card's memory are assumed" in flat
+    assert "16777215" not in flat.replace(",", "") and " CPU" not in flat
+    assert "rates: H200 as measured by this project" in flat
+    first, longest = text.split("Longest context that fits")
+    for card in ("T4", "RTX 4090", "A100 40GB", "L40S", "H100", "H200"):
+        assert f" {card} " in first and f" {card} " in longest
+    rows = [line.split() for line in longest.splitlines() if " host " in line and "GB" in line]
+    assert rows and all(row[-4:-3] == ["GB"] or "GB" in row for row in rows)
+    assert "* the config names 40,960 positions" in flat
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU, which is planned for")
+def test_a_host_that_is_given_counts_for_every_card() -> None:
+    assert "with a host of 64 GB" in alone("Qwen3-4B", "--host", "64GB")
+    small = alone("Qwen3-4B", "--weights", "fp32", "--lora", "0", "--context", "4096")
+    assert " T4 " in small and "does not fit" in small
+
+
+def test_what_ends_the_longest_context_is_said() -> None:
+    flat = " ".join(alone("Qwen3-4B", "--gpu", "24GB", "--host", "16GB").split())
+    assert "tokens (then the host is full; --host plans a larger one)" in flat
+    flat = " ".join(alone("zoo", "--context", "64", "--completion", "8", "--gpu", "80GB", "--host", "900GB").split())
+    assert "16,777,215 tokens and more, where the search ends" in flat and "> 16,777,215* search" in flat
+    assert "tokens (then the GPU is full)" in " ".join(
+        alone("Qwen3-4B", "--gpu", "24GB", "--host", "2TB", "--offload", "none").split()
+    )
 
 
 def test_sizes_are_read_with_their_units():

@@ -62,7 +62,7 @@ def test_an_adapter_on_a_gguf_file_goes_round(base, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda p: str(p / "none.gguf"), "no such GGUF file"),
+        (lambda p: str(p / "none.gguf"), "no such file"),
         (lambda p: [(p / n).write_bytes(b"") for n in ("a.gguf", "b.gguf")] and str(p), "holds 2 GGUF files; name one"),
         (lambda p: (p / "adapter_config.json").write_text("{}") and str(p), "base_model_name_or_path is missing"),
     ],

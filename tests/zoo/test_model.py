@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from longreach import zoo
+from longreach import model_name, zoo
 from longreach.zoo import pretrain, recipe
 from longreach.zoo.task import count_tokens, pair_split
 from longreach.zoo.tokenizer import build_tokenizer
@@ -78,7 +78,7 @@ def test_tokenizer_is_the_one_the_script_builds(tokenizer):
 
 
 def test_missing_weights_are_explained(monkeypatch, tmp_path):
-    monkeypatch.setattr(zoo, "__file__", str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(model_name, "EMBEDDED_FOLDER", tmp_path)
     with pytest.raises(FileNotFoundError, match=r"holds no model\.safetensors: .*longreach\.zoo\.pretrain --out"):
         zoo.model_path()
 

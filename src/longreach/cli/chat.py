@@ -14,7 +14,9 @@ HELP = "An empty line or Ctrl-D ends, Ctrl-C stops an answer, /reset forgets the
 
 
 def chat(
-    model: Annotated[str, typer.Argument(help="Folder of a run, of an adapter or of a model; or a model's Hub id.")],
+    model: Annotated[
+        str, typer.Argument(help="Folder of a run, of an adapter or of a model; a GGUF file; a model's Hub id; or zoo.")
+    ],
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="Answer this once and end.")] = None,
     system: Annotated[str | None, typer.Option(help="A system message.")] = None,
     temperature: Annotated[float, typer.Option(help="0 takes the most likely token.")] = 1.0,
@@ -49,17 +51,19 @@ def chat(
 
 def _load(name: str, weights: str | None, device: str | None) -> tuple[Any, Any]:
     """Model and tokenizer; of a run that has only checkpoints, the newest."""
-    import longreach
     from longreach.cli.checkpoint import checkpoints
-    from longreach.cli.session import quiet_libraries
+    from longreach.model_name import MODEL_FILES, model_place
 
-    quiet_libraries()
-    folder = Path(name)
-    if folder.is_dir() and not any((folder / file).exists() for file in ("config.json", "adapter_config.json")):
+    folder = Path(model_place(name))  # before the heavy imports: a wrong name is said at once
+    if folder.is_dir() and not any(any(folder.glob(file)) for file in MODEL_FILES):
         found = checkpoints(folder)
         if not found:
             raise ValueError(f"{name!r} holds no model, adapter or checkpoint; name a run's folder or a model")
         name = str(found[-1])
+    import longreach
+    from longreach.cli.session import quiet_libraries
+
+    quiet_libraries()
     return longreach.load(name, weights=weights, device=device, parity_check=False)
 
 

@@ -13,7 +13,8 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from longreach.cli.terminal import ConfigError, nearest
+from longreach.cli.terminal import ConfigError
+from longreach.spelling import nearest
 
 SECTIONS = ("method", "model", "reward", "data", "lora", "monitor", "training")
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longreach.cli.config import DataSection
-from longreach.cli.terminal import ConfigError, nearest
+from longreach.cli.terminal import ConfigError
+from longreach.spelling import nearest
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -14,7 +14,9 @@ MISMATCH = 1  # exit status when the export does not compute what the model comp
 
 
 def export(
-    run: Annotated[str, typer.Argument(help="Folder of a run, of an adapter or of a model; or a model's Hub id.")],
+    run: Annotated[
+        str, typer.Argument(help="Folder of a run, of an adapter or of a model; a GGUF file; a model's Hub id; or zoo.")
+    ],
     format: Annotated[str, typer.Option("--format", "-f", help="adapter | merged | vllm | gguf | ollama")] = "merged",
     out: Annotated[
         Path | None,

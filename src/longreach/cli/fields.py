@@ -9,7 +9,8 @@ from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from longreach.cli.terminal import ConfigError, nearest
+from longreach.cli.terminal import ConfigError
+from longreach.spelling import nearest
 
 
 def field_names(config_class: type) -> list[str]:

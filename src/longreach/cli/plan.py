@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -27,7 +28,9 @@ UNITS = {
 
 
 def plan(
-    model: Annotated[str, typer.Argument(help="Hub id, local folder, or config.json; well-known models work offline.")],
+    model: Annotated[
+        str, typer.Argument(help="Hub id, local folder, config.json, or zoo; well-known models work offline.")
+    ],
     context: Annotated[int, typer.Option(help="Tokens of one row, prompt and completion.")] = 32768,
     completion: Annotated[int, typer.Option(help="Tokens of a row that carry a loss.")] = 1024,
     group: Annotated[int, typer.Option(help="Completions that share a prompt.")] = 1,
@@ -43,8 +46,16 @@ def plan(
     embedding: Annotated[str | None, typer.Option(help="int8: embedding and head in 8 bits.")] = None,
     release_gradients: Annotated[bool, typer.Option(help="Update each layer inside the backward.")] = False,
     reference: Annotated[bool, typer.Option(help="A second copy of the model scores completions (KL term).")] = False,
-    gpu: Annotated[str | None, typer.Option(help="The card's memory, e.g. 24GB; default: this machine's.")] = None,
-    host: Annotated[str | None, typer.Option(help="The host's memory, e.g. 128GB; default: this machine's.")] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(help="The card's memory, e.g. 24GB; default: this machine's, or every size where it has none."),
+    ] = None,
+    host: Annotated[
+        str | None,
+        typer.Option(
+            help="The host's memory, e.g. 128GB; default: this machine's, or twice the card's where it has no card."
+        ),
+    ] = None,
     chunk: Annotated[int | None, typer.Option(help="Tokens per chunk; default: planned.")] = None,
     offload: Annotated[
         str | None,
@@ -54,8 +65,14 @@ def plan(
         int | None, typer.Option(help="Keep every k-th layer's input only; default: planned.")
     ] = None,
 ) -> None:
-    """Print context by policy, with GPU and host memory and seconds, and the longest context that fits."""
-    from longreach.cli.terminal import console
+    """Print what a step takes, policy by policy or card by card, and the longest context that fits."""
+    from longreach.cli.terminal import console, fail
+
+    try:
+        gpu_bytes, host_bytes = _bytes("--gpu", gpu), _bytes("--host", host)
+        _check_name(model)
+    except (ValueError, FileNotFoundError) as error:  # before the heavy imports: said at once
+        fail(error)
     from longreach.context.plan import PlanError
     from longreach.context.plan import plan as make
 
@@ -74,31 +91,72 @@ def plan(
             embedding=embedding,
             release_gradients=release_gradients,
             reference=reference,
-            gpu_bytes=_bytes("--gpu", gpu),
-            host_bytes=_bytes("--host", host),
             chunk=chunk,
             offload=offload,
             keep_every=keep_every,
+            gpu_bytes=gpu_bytes,
+            host_bytes=host_bytes,
         )
     except PlanError as error:
         screen.print(f"[red]Does not fit.[/red] {error}", soft_wrap=True, highlight=False)
         raise typer.Exit(1) from None
     except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    screen.print(f"[bold]{made.describe()}", soft_wrap=True, highlight=False)
-    screen.print(made.parts_table(), highlight=False)
-    screen.print(made.table(), highlight=False)
-    screen.print(made.longest_table(), highlight=False)
-    _notes(made, screen)
+        fail(error)
+    if made.card is None and gpu is None:
+        _without_a_card(made, host_bytes, screen)
+    else:
+        _with_a_card(made, screen)
 
 
-def _notes(made: Plan, screen: Console) -> None:
-    work = made.work
+def _check_name(model: str) -> None:
+    from longreach.model_name import model_place
+
+    model_place(model)
+
+
+def _with_a_card(made: Plan, screen: Console) -> None:
+    """One card in detail, the others by their longest context."""
     longest = made.longest()
-    notes = [f"longest context that fits here: {longest:,} tokens"]
-    if work.shape.positions is not None and max(longest, work.context) > work.shape.positions:
+    limit = made.limit(longest)
+    ends = {"GPU": "then the GPU is full", "host": "then the host is full; --host plans a larger one"}
+    more = f" ({ends[limit]})" if limit in ends else " and more, where the search ends"
+    _print(screen, [f"[bold]{made.describe()}", made.parts_table(), made.table(), made.longest_table()])
+    _print(screen, [f"  longest context that fits here: {longest:,} tokens{more}", *_notes(made)])
+
+
+def _without_a_card(made: Plan, host_bytes: int | None, screen: Console) -> None:
+    """Cards of every size, for a machine that has none itself."""
+    from longreach.context.tables import HOST_PER_CARD
+
+    hosts = f"hosts of {HOST_PER_CARD} × the card's memory are assumed, --host 128GB says otherwise"
+    if host_bytes is not None:
+        hosts = f"with a host of {host_bytes / 1e9:.0f} GB"
+    _print(screen, [f"[bold]{made.describe()}, if all of it stays on the GPU"])
+    _print(screen, [f"  no GPU here: planned for cards elsewhere; {hosts}; --gpu 24GB plans one card in detail", ""])
+    _print(screen, [made.card_table(host_bytes), made.longest_table(host_bytes)])
+    rates = (
+        "  rates: H200 as measured by this project, others estimated from data sheets; memory does not depend on them"
+    )
+    limit = "  limit: what is full at the longest context, the GPU or the host; search: nothing, where the search ends"
+    _print(screen, [limit, *_notes(made), rates])
+
+
+def _print(screen: Console, what: Sequence[Any]) -> None:
+    for item in what:
+        if isinstance(item, str):
+            screen.print(item, soft_wrap=True, highlight=False)
+        else:
+            screen.print(item, highlight=False)
+
+
+def _notes(made: Plan) -> list[str]:
+    from longreach.context.tables import BEYOND
+
+    work = made.work
+    notes = []
+    if work.shape.positions is not None:
         notes.append(
-            f"the config names {work.shape.positions:,} positions; beyond them set rotary scaling (rope_parameters) in the config"
+            f"{BEYOND} the config names {work.shape.positions:,} positions; beyond them set rotary scaling (rope_parameters)"
         )
     if made.card is not None and not made.card.measured:
         notes.append(f"rates of {made.card.name} are estimated from its data sheet; memory does not depend on them")
@@ -107,8 +165,7 @@ def _notes(made: Plan, screen: Console) -> None:
     if work.format.packed:
         notes.append(f"{work.weights}: a layer's weights are dequantized once per pass, for all of its chunks")
     notes.append("GPU: tensors at the peak of a step with its optimizer; the driver takes about 0.7 GB more")
-    for note in notes:
-        screen.print(f"  {note}", soft_wrap=True, highlight=False)
+    return [f"  {note}" for note in notes]
 
 
 def _bytes(option: str, text: str | None) -> int | None:
@@ -118,5 +175,5 @@ def _bytes(option: str, text: str | None) -> int | None:
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text, re.IGNORECASE)
     unit = (found[2].upper() or "GB") if found else "?"
     if found is None or unit not in UNITS or float(found[1]) == 0:
-        raise typer.BadParameter(f"{option} {text!r}: give a size such as 24GB or 22.5GiB")
+        raise ValueError(f"{option} {text!r}: give a size such as 24GB or 22.5GiB")
     return int(float(found[1]) * UNITS[unit])

@@ -15,7 +15,8 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from longreach.cli.data import ZOO, zoo_task
-from longreach.cli.terminal import ConfigError, nearest
+from longreach.cli.terminal import ConfigError
+from longreach.spelling import nearest
 
 Reward = Callable[..., Any]
 TRIED_ROWS = 2

@@ -32,14 +32,3 @@ def fail(error: Exception) -> NoReturn:
     stderr = Console(stderr=True, highlight=False, soft_wrap=True)
     stderr.print(Text("error: ", style="bold red") + Text(str(error)))
     raise typer.Exit(WRONG_INPUT)
-
-
-def nearest(name: str, valid: list[str]) -> str:
-    """``; did you mean 'x'?`` for the closest valid name, or the valid names when nothing is close."""
-    import difflib
-
-    match = difflib.get_close_matches(name, valid, n=1, cutoff=0.6)
-    if match:
-        return f"; did you mean {match[0]!r}?"
-    shown = sorted(valid)
-    return f"; valid names: {', '.join(shown)}" if len(shown) <= 24 else ""

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from longreach.cli.config import TrainFile
 
-EMBEDDED = "zoo"  # the model name that means the embedded model
-
 
 def train(
     config: Annotated[Path, typer.Argument(help="A YAML file; examples/train_grpo.yaml shows one.")],
@@ -105,7 +103,8 @@ def prepare(path: Path, *, resume: bool = False, overwrite: bool = False) -> Job
 
 
 def _check_canary(column: str | None, train: Dataset) -> None:
-    from longreach.cli.terminal import ConfigError, nearest
+    from longreach.cli.terminal import ConfigError
+    from longreach.spelling import nearest
 
     if column is None:
         return
@@ -118,31 +117,16 @@ def _check_canary(column: str | None, train: Dataset) -> None:
 
 
 def _model(name: str, base: Path) -> str:
-    """The folder or Hub id to load: a folder beside the config goes first, "zoo" is the embedded model."""
+    """The folder, file or Hub id to load: a folder beside the config goes first, "zoo" is the embedded model."""
     from longreach.cli.terminal import ConfigError
+    from longreach.model_name import check_holds_model, model_place
 
-    if name == EMBEDDED:
-        from longreach.zoo import model_path
-
-        try:
-            return str(model_path())
-        except FileNotFoundError as error:
-            raise ConfigError(f"model='zoo': {error}") from None
-    for place in (base / name, Path(name)):
-        if place.is_file() and place.suffix == ".gguf":
-            return str(place)
-        if place.is_dir():
-            if not any(list(place.glob(held)) for held in ("config.json", "adapter_config.json", "*.gguf")):
-                raise ConfigError(
-                    f"model={name!r}: the folder holds no config.json, adapter_config.json or .gguf file, so it is no model"
-                )
-            return str(place)
-    if Path(name).is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
-        raise ConfigError(
-            f"model={name!r}: no such folder; give a model's or adapter's folder, a .gguf file, a Hub id such as "
-            "Qwen/Qwen3-4B, or zoo"
-        )
-    return name
+    try:
+        place = model_place(name, base)
+        check_holds_model(place, name)
+    except (ValueError, FileNotFoundError) as error:
+        raise ConfigError(str(error)) from None
+    return place
 
 
 def _arguments(config_class: type, file: TrainFile, path: Path, *, held_out: bool, resume: bool) -> Any:

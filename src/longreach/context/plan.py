@@ -18,7 +18,7 @@ from .offload import POLICIES
 from .policy import Policy
 from .sampling import Sampling, fitting_rows, samples, sampling_memory
 from .shape import ModelShape
-from .speed import CARDS, GB, Card, card_of_size
+from .speed import GB, Card, card_of_size
 from .work import FORMATS, OPTIMIZERS, Work, optimizer_kind
 
 LONGEST = 1 << 24  # where the search for the longest context ends
@@ -84,7 +84,7 @@ class Plan:
         return self.choice.fits(self.limits) and self._samples(self.work)
 
     def _samples(self, work: Work) -> bool:
-        return self.sampling is None or samples(work, self.limits, self.sampling)
+        return self.sampling is None or samples(work, self.limits, _placed(work, self.limits, self.sampling))
 
     def choices(self, context: int | None = None) -> list[Choice]:
         """Every policy in the order of preference, at another context if given."""
@@ -117,6 +117,18 @@ class Plan:
             middle = (low + high) // 2
             low, high = (middle, high) if limited.at(middle) is not None else (low, middle)
         return low
+
+    def limit(self, longest: int) -> str:
+        """What keeps a context longer than `longest` from fitting: "GPU", "host" or, at the end of the search, "search"."""
+        if longest >= LONGEST - 1:
+            return "search"
+        roomier = replace(self, limits=replace(self.limits, host_bytes=None))
+        return "host" if roomier.at(longest + 1) is not None else "GPU"
+
+    def on(self, limits: Limits) -> Plan:
+        """The same step planned for another machine; where it does not fit, the plan that needs least of the GPU."""
+        sampling = None if self.sampling is None else _placed(self.work, limits, self.sampling)
+        return made(self.work, limits, self.fixed, sampling=sampling, refuse=False)
 
     def out_of_memory(self, allocated: int) -> str:
         """What to say where a step ran out of GPU memory all the same: the plan beside the fact, and what would fit.
@@ -179,11 +191,21 @@ class Plan:
 
         return step_table(self, contexts)
 
-    def longest_table(self) -> Any:
-        """A `rich.table.Table`: the longest context on cards of 16 to 141 GB, with the policy and time there."""
+    def card_table(self, host_bytes: int | None = None) -> Any:
+        """A `rich.table.Table`: this step on cards of 16 to 141 GB, or what it would need. Hosts as for `longest_table`."""
+        from .tables import card_table
+
+        return card_table(self, host_bytes)
+
+    def longest_table(self, host_bytes: int | None = None) -> Any:
+        """A `rich.table.Table`: the longest context on cards of 16 to 141 GB, what ends it, the policy and time there.
+
+        Args:
+            host_bytes: the host's memory; None for the plan's own, and for a plan without a card twice the card's.
+        """
         from .tables import longest_table
 
-        return longest_table(self)
+        return longest_table(self, host_bytes)
 
 
 def plan(
@@ -220,7 +242,7 @@ def plan(
         group: rows that share a prompt.
         weights: "bf16", "fp16", "fp32", "nf4" or "mxfp4".
         lora: a peft.LoraConfig, a rank (on all linear layers but the head, experts included), or None to train all parameters.
-        gpu_bytes: the card's total memory; None for this machine's GPU, or no limit where there is none.
+        gpu_bytes: the card's total memory; None for this machine's GPU, or no limit, and no times, where there is none.
         host_bytes: the machine's total memory; None for this machine's.
         prompts: groups in one step.
         rollout_rows: completions sampled at a time between the steps, each prompt's keys and values stored once, on the
@@ -247,9 +269,15 @@ def plan(
         rows = _counts(rollout_rows=rollout_rows)["rollout_rows"]
         sampling = Sampling(rows, -(-rows // work.group))
     limits, fixed = _limits(gpu_bytes, host_bytes), laid_down(chunk, offload, save_attention, keep_every)
-    if sampling is not None and not samples(work, limits, sampling):
-        sampling = replace(sampling, on_host=True)
+    if sampling is not None:
+        sampling = _placed(work, limits, sampling)
     return made(work, limits, fixed, sampling=sampling)
+
+
+def _placed(work: Work, limits: Limits, sampling: Sampling) -> Sampling:
+    """Prompts' keys and values on the card if they fit, else on the host."""
+    on_card = replace(sampling, on_host=False)
+    return on_card if samples(work, limits, on_card) else replace(sampling, on_host=True)
 
 
 def made(
@@ -350,12 +378,13 @@ def _embedding(name: str | None) -> bool:
 
 
 def _optimizer(name: str) -> str:
+    if name in OPTIMIZERS:  # which spares the import below, the slowest part of a plan
+        return name
     from transformers.training_args import OptimizerNames
 
-    known = {*OPTIMIZERS, *(kind.value for kind in OptimizerNames)}
-    if name not in known:
+    if name not in {kind.value for kind in OptimizerNames}:
         raise ValueError(f"optimizer={name!r}: choose one of {', '.join(map(repr, OPTIMIZERS))}, or a value of `optim`")
-    return name if name in OPTIMIZERS else optimizer_kind(name)
+    return optimizer_kind(name)
 
 
 def _limits(gpu_bytes: int | None, host_bytes: int | None) -> Limits:
@@ -366,7 +395,7 @@ def _limits(gpu_bytes: int | None, host_bytes: int | None) -> Limits:
         return Limits(gpu_bytes, host, card_of_size(gpu_bytes))
     if torch.cuda.is_available():
         return replace(this_machine(), host_bytes=host)
-    return Limits(None, host, CARDS["CPU"])
+    return Limits(None, host, None)
 
 
 def ranks_of(lora: Any, shape: ModelShape) -> dict[str, int]:

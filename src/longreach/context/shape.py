@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..model_name import EMBEDDED, model_place, not_on_the_hub
+
 # Families whose layers `fused.py` writes out by hand; all others run as Transformers' modules under autograd.
 FUSED = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "gpt_oss", "qwen3_moe")
 QK_NORM = ("qwen3", "qwen3_moe", "gemma3_text", "olmo2", "olmo3")
@@ -167,23 +169,24 @@ class ModelShape:
 
     @classmethod
     def _named(cls, name: str, estimate: bool = False) -> ModelShape:
-        path = Path(name)
+        known = KNOWN.get(name.rsplit("/", 1)[-1].lower())
+        path = Path(model_place(name) if known is None else name)
         if path.is_dir():
             path = path / "config.json"
         if path.is_file():
-            return cls._from_dict(json.loads(path.read_text(encoding="utf-8")), path.parent.name or name, estimate)
-        known = KNOWN.get(name.rsplit("/", 1)[-1].lower())
+            title = EMBEDDED if name == EMBEDDED else path.parent.name or name
+            return cls._from_dict(json.loads(path.read_text(encoding="utf-8")), title, estimate)
         if known is not None:
             return known
+        if path.parent.is_dir() and path.name == "config.json":
+            raise ValueError(f"{name!r} holds no config.json; of an adapter, name the model that it was trained on")
         from transformers import AutoConfig
 
         try:
             return cls.of(AutoConfig.from_pretrained(name), estimate=estimate)
         except OSError as error:
-            raise ValueError(
-                f"{name!r} is no folder with a config.json, is not on the Hub or the Hub can't be reached, and is none of the "
-                f"models known without it: {', '.join(shape.name for shape in KNOWN.values())}"
-            ) from error
+            names = ", ".join(dict.fromkeys(shape.name for shape in KNOWN.values()))
+            raise ValueError(f"{not_on_the_hub(name, error)}. Known without it are {names}") from error
 
     @classmethod
     def _from_dict(cls, config: Mapping[str, Any], name: str, estimate: bool = False) -> ModelShape:

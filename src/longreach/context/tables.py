@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from .choice import Choice
@@ -13,7 +12,10 @@ from .speed import GB, card_of_size
 from .work import Work
 
 SIZES = tuple(amount * GB for amount in (16, 24, 40, 48, 80, 141))  # of cards that `longest_table` has a line for
+BEYOND = "*"  # marks a context that is longer than the positions which the model's config names
+HOST_PER_CARD = 2  # a host's memory in those of its card, where nobody says
 COLUMNS = ("inputs", "chunk", "attention", "GPU", "over model", "host", "step")  # of a choice in a table
+SHORT = tuple(name for name in COLUMNS if name not in ("attention", "over model"))
 
 
 def step_table(plan: Plan, contexts: Iterable[int] | None = None) -> Any:
@@ -30,7 +32,7 @@ def step_table(plan: Plan, contexts: Iterable[int] | None = None) -> Any:
         for choice in _telling(plan.choices(context), alone):
             fits = picked is not None and choice.fits(plan.limits)
             style = "bold" if picked is not None and choice.policy == picked.policy else "" if fits else "dim"
-            table.add_row(f"{context:,}", *_cells(choice), style=style)
+            table.add_row(f"{context:,}", *_cells(choice, timed=plan.card is not None), style=style)
         table.add_section()
     return table
 
@@ -52,18 +54,49 @@ def parts_table(plan: Plan) -> Any:
     return table
 
 
-def longest_table(plan: Plan) -> Any:
-    """The longest context on cards of 16 to 141 GB; see `Plan.longest_table`."""
-    shown = [name for name in COLUMNS if name != "over model"]
-    table = _table("Longest context that fits", ["card", "context"], shown)
-    for amount in SIZES:
-        card = card_of_size(amount)
-        on_card = replace(plan, limits=Limits(amount, plan.limits.host_bytes, card))
-        longest = on_card.longest()
-        choice = on_card.at(longest) if longest else None
-        cells = _cells(choice) if choice is not None else ()
-        table.add_row(card.name, f"{longest:,}" if cells else "none", *cells[:4], *cells[5:])
+def card_table(plan: Plan, host_bytes: int | None = None) -> Any:
+    """The step on cards of 16 to 141 GB; see `Plan.card_table`."""
+    table = _table(f"A context of {plan.work.context:,} on each card", ["card", "memory"], SHORT)
+    for found in on_cards(plan, host_bytes):
+        assert found.limits.card is not None and found.limits.gpu_bytes is not None
+        first = (found.limits.card.name, f"{found.limits.gpu_bytes // GB} GB")
+        if found.fits:
+            table.add_row(*first, *_short(found.choice))
+        else:
+            table.add_row(*first, "does not fit", "", *_needs(found), style="dim")
     return table
+
+
+def longest_table(plan: Plan, host_bytes: int | None = None) -> Any:
+    """The longest context on cards of 16 to 141 GB; see `Plan.longest_table`."""
+    table = _table("Longest context that fits", ["card", "context", "limit"], SHORT)
+    for found in on_cards(plan, host_bytes):
+        assert found.limits.card is not None
+        longest = found.longest()
+        choice = found.at(longest) if longest else None
+        if choice is None:
+            table.add_row(found.limits.card.name, "none", found.limit(plan.work.completion), style="dim")
+        else:
+            limit = found.limit(longest)
+            beyond = plan.work.shape.positions is not None and longest > plan.work.shape.positions
+            context = f"{'> ' if limit == 'search' else ''}{longest:,}{BEYOND if beyond else ''}"
+            table.add_row(found.limits.card.name, context, limit, *_short(choice))
+    return table
+
+
+def _needs(plan: Plan) -> tuple[str, str]:
+    """GPU and host memory of the leanest way to run what does not fit."""
+    memory, sampled = plan.choice.memory, plan.sampled
+    gpu = max(memory.gpu, sampled.gpu if sampled is not None else 0)
+    host = max(memory.host, sampled.host if sampled is not None else 0)
+    return size(gpu), size(host) if host else "-"
+
+
+def on_cards(plan: Plan, host_bytes: int | None = None) -> Iterator[Plan]:
+    """The plan of the same step for each card of the tables."""
+    for amount in SIZES:
+        host = host_bytes or (plan.limits.host_bytes if plan.card is not None else HOST_PER_CARD * amount)
+        yield plan.on(Limits(amount, host, card_of_size(amount)))
 
 
 def _around(work: Work) -> list[int]:
@@ -91,15 +124,20 @@ def _table(title: str, first: list[str], columns: Iterable[str]) -> Any:
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in (*first, *columns):
         table.add_column(
-            name, justify="left" if name in ("card", "what", "inputs", "attention") else "right", no_wrap=True
+            name, justify="left" if name in ("card", "what", "limit", "inputs", "attention") else "right", no_wrap=True
         )
     return table
 
 
-def _cells(choice: Choice) -> tuple[str, ...]:
+def _short(choice: Choice) -> list[str]:
+    return [cell for name, cell in zip(COLUMNS, _cells(choice)) if name in SHORT]
+
+
+def _cells(choice: Choice, timed: bool = True) -> tuple[str, ...]:
     policy, memory = choice.policy, choice.memory
     place = {"none": "GPU"}.get(policy.offload, policy.offload)
     place += "" if policy.keep_every == 1 else f"/{policy.keep_every}"
     kept = "saved" if policy.save_attention else "again"
     host = size(memory.host) if memory.host else "-"
-    return place, str(policy.chunk), kept, size(memory.gpu), size(memory.above_weights), host, duration(choice.seconds)
+    step = duration(choice.seconds) if timed else "-"
+    return place, str(policy.chunk), kept, size(memory.gpu), size(memory.above_weights), host, step

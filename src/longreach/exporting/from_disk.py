@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..loading import load
+from ..model_name import model_place, not_on_the_hub
 from ..origin import origin_of
 from ..quant.formats import FORMATS
 from .errors import ExportError
@@ -43,9 +44,7 @@ def folder_source(given: str | Path, tokenizer: Any = None, *, weights: str | No
     trained_on = _trained_on(run, weights)
     base = Path(origin.base) if origin.gguf else _local(origin.base)
     if not origin.gguf and not (base / "config.json").is_file():
-        raise ExportError(
-            f"{str(given)!r} holds no model: no config.json and no adapter_config.json{_checkpoint_hint(place)}"
-        )
+        raise ExportError(f"{str(base)!r} holds no config.json, so it is no model")
     folders = tuple(dict.fromkeys(p for p in (place, base) if p.is_dir()))
     facts: dict[str, Any] = {"base_name": origin.base, "folders": folders, "run": run}
     facts["adapter_folder"] = Path(origin.adapter) if origin.adapter else None
@@ -158,22 +157,21 @@ def quant_method(given: Any) -> str | None:
 
 def _local(given: str | Path) -> Path:
     """The folder or file itself, or the folder of a Hub model (downloaded if it is not in the cache yet)."""
-    path = Path(given).expanduser()
+    try:
+        path = Path(model_place(given))
+    except ValueError as error:
+        raise ExportError(str(error)) from error
     if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
         return path
     if path.exists():
         raise ExportError(f"{str(given)!r} is a file; give the folder that `longreach train` wrote, or a model's")
-    if path.is_absolute() or str(given).count("/") > 1 or str(given).startswith("."):
-        raise ExportError(
-            f"{str(given)!r}: no such folder; give the folder of a run, an adapter or a model, or a model's Hub id"
-        )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(str(given), allow_patterns=_PATTERNS))
     except (OSError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
-        raise ExportError(f"{str(given)!r} is no folder, and can't be had from the Hub: {error}") from error
+        raise ExportError(str(not_on_the_hub(str(given), error))) from error
 
 
 def _adapter_tensors(folder: Path) -> dict[str, Tensor]:
@@ -183,11 +181,6 @@ def _adapter_tensors(folder: Path) -> dict[str, Tensor]:
     if not file.is_file():
         raise ExportError(f"{folder}: holds adapter_config.json but no adapter_model.safetensors")
     return load_file(file)
-
-
-def _checkpoint_hint(folder: Path) -> str:
-    found = sorted(p.name for p in folder.glob("checkpoint-*") if p.is_dir()) if folder.is_dir() else []
-    return f"; an interrupted run can be exported from its checkpoint, e.g. {folder / found[-1]}" if found else ""
 
 
 def _run_header(folder: Path) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from trl.trainer.utils import split_tensor_dict
 
+from ..model_name import model_place
 from .checkpoint import ResumableRepeatSampler, load_run_state, save_run_state
 from .config import GRPOConfig, micro_batch_factor
 from .loading import (
@@ -71,6 +72,7 @@ class GRPOTrainer(Planned, Stepping, Rollouts):
     ) -> None:
         require_config(args, GRPOConfig, "GRPOTrainer")
         given = GRPOConfig(default_output_dir(model, "GRPO")) if args is None else args
+        model = model_place(model) if isinstance(model, str) else model
         text = check_architecture(model, given)
         args, joined = _joined_micro_batches(given)
         settle_router_loss(text, args)

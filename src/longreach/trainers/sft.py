@@ -10,6 +10,7 @@ from typing import Any
 import trl
 from datasets import IterableDataset
 
+from ..model_name import model_place
 from .config import SFTConfig
 from .loading import (
     check_architecture,
@@ -64,6 +65,7 @@ class SFTTrainer(Planned, Stepping, trl.SFTTrainer):
         require_config(args, SFTConfig, "SFTTrainer")
         # a copy: what is changed here does not reach the user's object
         mine = SFTConfig(default_output_dir(model, "SFT")) if args is None else copy.copy(args)
+        model = model_place(model) if isinstance(model, str) else model
         settle_router_loss(check_architecture(model, mine), mine)
         for name, dataset in (("train_dataset", train_dataset), ("eval_dataset", eval_dataset)):
             if dataset is not None:

@@ -1,12 +1,12 @@
 """An embedded model of a few megabytes and verifiable long-context tasks: all the demo needs, with no download.
 
-`task(name)` and `tasks()` give the tasks, `model_path()` the folder to hand to `AutoModelForCausalLM.from_pretrained`.
+`task(name)` and `tasks()` give the tasks, `model_path()` the folder to hand to `AutoModelForCausalLM.from_pretrained`;
+wherever this package takes a model's name, "zoo" is enough.
 On prompts of 2,048 tokens the embedded model is right about one time in four on `program_trace`, the demo's task. On
 `log_facts` it reads a host's port but seldom finds the host, so that it is right about one time in thirty.
 """
 
-from pathlib import Path
-
+from longreach.model_name import embedded_model as model_path
 from longreach.zoo.log_facts import LOG_FACTS
 from longreach.zoo.program_trace import PROGRAM_TRACE
 from longreach.zoo.task import Task
@@ -26,14 +26,3 @@ def task(name: str) -> Task:
     if name not in _TASKS:
         raise ValueError(f"name={name!r}: unknown task; choose one of {', '.join(_TASKS)}")
     return _TASKS[name]
-
-
-def model_path() -> Path:
-    """The folder of the embedded model, tokenizer and generation settings."""
-    path = Path(__file__).parent / "model"
-    if not (path / "model.safetensors").is_file():
-        raise FileNotFoundError(
-            f"{path} holds no model.safetensors: the installation is incomplete; reinstall longreach, or train the "
-            f"model again with `python -m longreach.zoo.pretrain --out {path}`"
-        )
-    return path
