@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -94,7 +95,7 @@ def test_cheats_are_wrong(reward: KernelReward, name: str) -> None:
     source, says = CHEATS[name]
     result = reward.grade_source(source)
     assert (result.status, result.reward) == ("wrong", 0.0), result
-    assert __import__("re").search(says, result.reason), result.reason
+    assert re.search(says, result.reason), result.reason
 
 
 def test_the_clock_is_the_graders(reward: KernelReward) -> None:
@@ -188,7 +189,7 @@ def softmax(x):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rows", "problem"), [("x.shape[0]", ""), ("x.shape[0] // 2", "never written")])
+@pytest.mark.parametrize(("rows", "problem"), [("x.shape[0]", ""), ("x.shape[0] // 2", "never written|rms error")])
 def test_triton_kernels_in_the_interpreter(monkeypatch: pytest.MonkeyPatch, rows: str, problem: str) -> None:
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
@@ -205,7 +206,8 @@ def test_triton_kernels_in_the_interpreter(monkeypatch: pytest.MonkeyPatch, rows
     finally:
         candidate.close()
         judge.close()
-    assert problem in error_problem(verdict, 2.0) and bool(problem) is bool(error_problem(verdict, 2.0))
+    found = error_problem(verdict, 2.0)
+    assert re.search(problem, found) and bool(problem) is bool(found)
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ class KernelRecipe:
     idle: str
     sizes: Mapping[str, int]
     edge_sizes: tuple[Mapping[str, int], ...] = ()
-    calls: int = 16
+    calls: int = 32
     error_factor: float = 2.0
     max_speedup: float = 20.0
     modules: tuple[str, ...] = field(default=("torch", "triton"))
