@@ -1,18 +1,17 @@
 """A whole GRPO step of Qwen3-4B in 4 bits with LoRA: seconds for rollout, rewards and training; ours, TRL's or Unsloth's.
 
     python -m bench.grpo_step --engine longreach
-    python -m bench.grpo_step --engine trl --steps 1
-    python -m bench.grpo_step --engine unsloth --steps 1     # where it is installed, without vLLM
+    python -m bench.grpo_step --engine trl --warm-completion 64
+    python -m bench.grpo_step --engine unsloth --warm-completion 64     # where it is installed, without vLLM
     python -m bench.grpo_step --device cpu --tiny --engine longreach          # tests the script
 
 8 prompts of 2,048 tokens, 8 completions of 1,024 tokens each (random weights seldom end one earlier), micro-batches of one group.
 Weights are random, of the real shape, loaded in NF4 from a folder that is written first; LoRA r=32 on all linear layers. The last
-of `--steps` steps is reported; the first one holds compilation and captures.
+of `--steps` steps is reported; the ones before it hold compilation and captures, and may be cut short (`--warm-completion`).
 """
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -35,12 +34,20 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--engine", default="longreach", choices=("longreach", "trl", "unsloth"))
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--prompt", type=int, default=PROMPT)
+    parser.add_argument(
+        "--warm-completion",
+        type=int,
+        default=0,
+        metavar="TOKENS",
+        help="length of completions in all steps but the last",
+    )
     parser.add_argument("--folder", type=Path, default=None, help="where the random model is written (kept)")
     parser.add_argument("--only-write", action="store_true", help="write the folder and stop")
     parser.set_defaults(completion=COMPLETION)
     options = measure.parse(parser, argv)
     if options.tiny:
         options.prompt //= 64
+        options.warm_completion //= 16
     shape = models.shape_of(options.model, options.layers, options.tiny)
     positions = options.prompt + options.completion + 64
     folder = options.folder or Path(f"/tmp/random-{shape.name}-{shape.layers}{'-tiny' if options.tiny else ''}")
@@ -51,6 +58,7 @@ def main(argv: list[str] | None = None) -> None:
         subprocess.run([sys.executable, "-m", "bench.grpo_step", "--only-write", *(argv or sys.argv[1:])], check=True)
     unsloth_step.stretch(folder, positions)
     trainer = make(options, shape, folder, positions)
+    trainer.asked = options
     if options.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     trainer.train()
@@ -148,6 +156,11 @@ def timed(kind: Any) -> Any:
             return out
 
         def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+            last = len(self.seconds["rollout"]) == self.asked.steps - 1
+            self.generation_config.max_new_tokens = (not last and self.asked.warm_completion) or self.asked.completion
+            if last:
+                measure.wait_for(self.asked.after)
+                self.marks[-1] = time.perf_counter()
             out = self._clock("rollout", lambda: super(Timed, self)._generate_single_turn(*args, **kwargs))
             self.tokens = sum(map(len, out[0]))
             return out
@@ -180,12 +193,7 @@ def note(options: Any, shape: Any, trainer: Any) -> None:
         "peak_bytes": torch.cuda.max_memory_allocated() if options.device == "cuda" else None,
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
     }  # fmt: skip
-    entry |= measure.provenance(options.commit or os.environ.get("COMMIT"))
-    path = Path(options.out)
-    held = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-    held = [old for old in held if any(old.get(k) != entry.get(k) for k in KEY)]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps([*held, entry], indent=1) + "\n", encoding="utf-8")
+    measure.put(options.out, entry, options.commit or os.environ.get("COMMIT"), KEY)
     print(
         f"{options.engine}: step {whole:.1f} s = rollout {rollout:.1f} + reward {rewards:.2f} + training "
         f"{entry['training_s']:.1f}, {trainer.tokens:,} tokens, peak {(entry['peak_bytes'] or 0) / 2**30:.1f} GiB",

@@ -137,7 +137,7 @@ def sequences(records: list[Record]) -> list[str]:
             if r["step_s"] is None:
                 rows.append([*start, "", "", "out of memory", "", "", ""])
                 continue
-            times = [f"{r[k]:.2f} s" for k in ("forward_s", "backward_s", "step_s", "first_step_s")]
+            times = [_seconds(r[k]) for k in ("forward_s", "backward_s", "step_s", "first_step_s")]
             if r["repeats"] == 0:
                 times[:3] = ["", "", "first only"]
             # With few layers the last one, whose prompt needs keys only, would count too much.
@@ -195,7 +195,7 @@ def everyday(records: list[Record]) -> list[str]:
                 f"{r['layers']}",
                 f"{NAMES[r['engine']]}{_how(r)}",
                 f"{r['step_s']:.2f} s",
-                f"{r['first_step_s']:.2f} s",
+                _seconds(r["first_step_s"]),
                 _gib(r.get("above_weights_bytes")),
             ]
         )
@@ -271,6 +271,10 @@ def _policy(point: Any) -> str:
 
 def _gib(size: float | None) -> str:
     return "" if size is None else f"{size / GIB:.2f}"
+
+
+def _seconds(time: float | None) -> str:
+    return "" if time is None else f"{time:.2f} s"
 
 
 def _percent(share: float | None) -> str:

@@ -52,6 +52,17 @@ def arguments(description: str) -> argparse.ArgumentParser:
         "--repeats", type=int, default=3, help="timed steps after the first (default: 3); 0 times the first"
     )
     parser.add_argument("--budget", type=float, default=1e9, help="seconds per case after which no further step starts")
+    parser.add_argument(
+        "--shallow",
+        type=depths,
+        default=[],
+        metavar="CONTEXT@LAYERS",
+        help="after the others, contexts on few layers only",
+    )
+    parser.add_argument(
+        "--after", type=Path, default=None, metavar="FILE",
+        help="load the model, then wait for this file: several engines load at once and are timed one after the other",
+    )  # fmt: skip
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument(
         "--tiny", action="store_true", help="two small layers and 1/64 of all lengths: a test of the script"
@@ -61,12 +72,35 @@ def arguments(description: str) -> argparse.ArgumentParser:
     return parser
 
 
+def peer_arguments(description: str) -> argparse.ArgumentParser:
+    """Options of an engine that takes padded rows."""
+    parser = arguments(description)
+    parser.add_argument(
+        "--everyday-batches",
+        type=int,
+        default=8,
+        help="run so many of the everyday case's 8 equal batches and scale up",
+    )
+    parser.add_argument(
+        "--warm",
+        action="store_true",
+        help="make each case's first step before --after's wait; its time is not noted then",
+    )
+    return parser
+
+
+def longest(options: argparse.Namespace) -> int:
+    """Positions that the model needs."""
+    return max([*options.lengths, *(context for context, _ in options.shallow), 2048])
+
+
 def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: there is no CUDA device; use --device cpu --tiny to test the script")
     if options.tiny:
         options.lengths = [max(length // 64, 16) for length in options.lengths]
+        options.shallow = [(max(length // 64, 16), min(layers, 2)) for length, layers in options.shallow]
         options.completion = max(options.completion // 64, 4)
     return options
 
@@ -75,17 +109,42 @@ def _numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",") if part]
 
 
+def depths(text: str) -> list[tuple[int, int]]:
+    """Pairs of a context and a number of layers, from "131072@2,131072@6"."""
+    pairs = [part.split("@") for part in text.split(",") if part]
+    if any(len(pair) != 2 for pair in pairs):
+        raise argparse.ArgumentTypeError(f"{text!r}: give each context its number of layers, such as 131072@6")
+    return [(int(context), int(layers)) for context, layers in pairs]
+
+
+def wait_for(path: Path | None) -> None:
+    """Return once the file is there; what the allocator holds unused goes back to the card first."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    while path is not None and not path.exists():
+        time.sleep(0.05)
+
+
 def synchronize(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
 
 
 def measure(
-    step: Callable[[], tuple[float, float]], model: Any, *, loaded: int | None, device: str, repeats: int, budget: float
+    step: Callable[[], tuple[float, float]],
+    model: Any,
+    *,
+    loaded: int | None,
+    device: str,
+    repeats: int,
+    budget: float,
+    warmed: bool = False,
 ) -> dict[str, Any]:
     """First step alone, then medians; a step returns (forward, backward) seconds and leaves gradients, which are dropped.
 
-    `loaded`: bytes allocated when the model stood there and nothing had run yet (`loaded_bytes`).
+    `loaded`: bytes allocated when the model stood there and nothing had run yet (`loaded_bytes`). `warmed`: a first step has
+    been made before, so that each one counts.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
 
@@ -100,15 +159,15 @@ def measure(
         return forward, backward, torch.cuda.max_memory_allocated() if device == "cuda" else None
 
     began = time.perf_counter()
-    first = once()
-    timed = []
+    first = None if warmed else once()
+    timed: list[tuple[float, float, int | None]] = []
     while len(timed) < repeats and (not timed or time.perf_counter() - began < budget):
         timed.append(once())
-    peaks = [peak for *_, peak in [first, *timed] if peak is not None]
-    repeats, timed = len(timed), timed or [first]
+    peaks = [peak for *_, peak in [*([first] if first else []), *timed] if peak is not None]
+    repeats, timed = len(timed), timed or [first or once()]
     forward, backward = (statistics.median(t[i] for t in timed) for i in (0, 1))
     return {
-        "first_step_s": first[0] + first[1],
+        "first_step_s": first[0] + first[1] if first else None,
         "forward_s": forward,
         "backward_s": backward,
         "step_s": statistics.median(t[0] + t[1] for t in timed),
@@ -167,7 +226,8 @@ def record(path: Path, entry: dict[str, Any], commit: str | None) -> None:
     memory = "" if above is None else f", {above / 2**30:.2f} GiB above the loaded model"
     step = entry.get("step_s")
     what = " ".join(str(entry[k]) for k in ("engine", "case", "model", "context"))
-    print(what, "failed: " + entry["error"] if step is None else f"{step:.3f} s{memory}", flush=True)
+    time_taken = "its memory" if step is None else f"{step:.3f} s"
+    print(what, f"failed: {entry['error']}" if "error" in entry else time_taken + memory, flush=True)
 
 
 def replayed_microseconds(runs: list[Callable[[], Any]], repeats: int) -> float:

@@ -1,6 +1,7 @@
 """One training step through exact chunked layers: seconds, memory above the loaded model, share of the roofline.
 
     python -m bench.train_step --lengths 16384,32768,131072 --offload host
+    python -m bench.train_step --lengths 16384 --shallow 131072@2,131072@6
     python -m bench.train_step --lengths 389120 --offload keys --layers 4 --repeats 1
     python -m bench.train_step --group 8 --prompts 8192,32768
     python -m bench.train_step --everyday --lengths ''
@@ -14,6 +15,9 @@ first; the first step's time is noted too.
 
 from __future__ import annotations
 
+import functools
+import gc
+import itertools
 from typing import Any
 
 import torch
@@ -37,19 +41,41 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--prompts", type=measure._numbers, default=[8192, 32768], help="prompt lengths of the group case"
     )
+    parser.add_argument(
+        "--shallow-prompts",
+        type=measure.depths,
+        default=[],
+        metavar="PROMPT@LAYERS",
+        help="of the group case, on few layers",
+    )
+    parser.add_argument(
+        "--memory",
+        action="store_true",
+        help="one step a context for its peak alone; time is not noted, so others may run beside",
+    )
     parser.add_argument("--row-sample", type=int, default=0, help="run only so many of the group's rows and scale up")
     options = measure.parse(parser, argv)
+    options.repeats = 0 if options.memory else options.repeats
     if options.tiny:
         options.prompts = [max(n // 64, 8) for n in options.prompts]
+        options.shallow_prompts = [(max(n // 64, 8), min(layers, 2)) for n, layers in options.shallow_prompts]
     Bench(options).run()
 
 
 class Bench:
     def __init__(self, options: Any) -> None:
         self.options = options
-        self.shape = models.shape_of(options.model, options.layers, options.tiny)
-        longest = max([*options.lengths, *(n + options.completion for n in options.prompts), sum(EVERYDAY[2:])])
-        self.model = models.adapt(models.build(self.shape, longest, options.device))
+        self.model: Any = None
+
+    def prepare(self, layers: int | None) -> None:
+        """A model of so many layers in place of the last one."""
+        options = self.options
+        self.model = None
+        gc.collect()
+        self.shape = models.shape_of(options.model, layers, options.tiny)
+        prompts = [*options.prompts, *(prompt for prompt, _ in options.shallow_prompts)]
+        positions = max([measure.longest(options), *(prompt + options.completion for prompt in prompts)])
+        self.model = models.adapt(models.build(self.shape, positions, options.device))
         self.loaded = measure.loaded_bytes(options.device)
         longreach.enable(
             self.model,
@@ -61,16 +87,31 @@ class Bench:
         )
 
     def run(self) -> None:
-        completion = self.options.completion
-        for length in self.options.lengths:
-            ids = models.token_ids(length, self.shape.vocab)
-            tree = longreach.TokenTree.from_groups([(ids[:-completion], [ids[-completion:]])])
-            self.case("sequence", tree, context=length, completion=completion)
-        if self.options.group:
-            for prompt in self.options.prompts:
-                self.group(prompt, completion)
-        if self.options.everyday:
+        options = self.options
+        if options.lengths or options.everyday or (options.group and options.prompts):
+            self.prepare(options.layers)
+        measure.wait_for(options.after)
+        for length in options.lengths:
+            self.sequence(length)
+        if options.everyday:
             self.everyday()
+        if options.group:
+            for prompt in options.prompts:
+                self.group(prompt, options.completion)
+        shallow = [(layers, self.sequence, context) for context, layers in options.shallow]
+        if options.group:
+            group = functools.partial(self.group, completion=options.completion)
+            shallow += [(layers, group, prompt) for prompt, layers in options.shallow_prompts]
+        for layers, each in itertools.groupby(shallow, key=lambda case: case[0]):
+            self.prepare(layers)
+            for _, run, length in each:
+                run(length)
+
+    def sequence(self, length: int) -> None:
+        completion = self.options.completion
+        ids = models.token_ids(length, self.shape.vocab)
+        tree = longreach.TokenTree.from_groups([(ids[:-completion], [ids[-completion:]])])
+        self.case("memory" if self.options.memory else "sequence", tree, context=length, completion=completion)
 
     def case(
         self, name: str, tree: Any, *, context: int, completion: int, group: int = 1, prompts: int = 1
@@ -138,7 +179,14 @@ class Bench:
         }  # fmt: skip
         if policy.keep_every != 1:
             entry["keep_every"] = policy.keep_every
-        if name != "group rows" and found["step_s"] is not None:
+        if name == "memory":
+            entry["whole_layers"] = models.shape_of(self.options.model, None, self.options.tiny).layers
+            trained = sum(p.nbytes for p in self.model.parameters() if p.requires_grad)
+            entry["layer_gradient_bytes"] = trained // self.shape.layers
+            for seconds in ("first_step_s", "forward_s", "backward_s", "repeats"):
+                entry.pop(seconds, None)
+            entry["step_s"] = None
+        elif name != "group rows" and found["step_s"] is not None:
             entry["utilization"] = measure.utilization(self.shape, context, completion, group, prompts, found["step_s"])
         measure.record(self.options.out, entry, self.options.commit)
         return entry

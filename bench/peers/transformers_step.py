@@ -7,6 +7,8 @@ The head runs on the tokens with a loss alone, as TRL does it. The everyday case
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,9 +20,9 @@ BATCH = 8  # rows at once in the everyday case
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = measure.parse(measure.arguments(__doc__ or ""), argv)
+    options = measure.parse(measure.peer_arguments(__doc__ or ""), argv)
     shape = models.shape_of(options.model, options.layers, options.tiny)
-    model = models.adapt(models.build(shape, max([*options.lengths, 2048]), options.device))
+    model = models.adapt(models.build(shape, measure.longest(options), options.device))
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.enable_input_require_grads()
     run_cases(options, shape, model, "transformers", lambda ids, completion: loss(model, ids, completion))
@@ -36,36 +38,69 @@ def run_cases(options: Any, shape: Any, model: Any, engine: str, loss_of: Any) -
     """The sequence cases and, if asked for, the everyday case of any engine that takes padded rows."""
     device = options.device
     loaded = measure.loaded_bytes(device)
+    decoder = model.get_base_model().get_decoder()
+    every = decoder.layers
 
-    def note(case: str, step: Any, *, context: int, completion: int, group: int = 1, prompts: int = 1) -> None:
-        found = measure.attempt(
-            step, model, loaded=loaded, device=device, repeats=options.repeats, budget=options.budget
-        )
+    def run(name: str, step: Any, layers: int = 0, **at: int) -> None:
+        """One case, on so many layers if it says so; the others stay loaded, and count as such."""
+        model.zero_grad(set_to_none=True)
+        decoder.layers = every[:layers] if layers else every
+        how = {"loaded": loaded, "device": device, "budget": options.budget}
+        if not warmed and options.warm:
+            measure.attempt(step, model, repeats=0, **how)
+            return
+        found = measure.attempt(step, model, repeats=options.repeats, warmed=warmed, **how)
+        at = {"group": 1, "prompts": 1, **at}
+        cut = dataclasses.replace(shape, layers=layers, windows=shape.windows[:layers]) if layers else shape
         entry = {
-            "engine": engine, "case": case, "model": shape.name, "layers": shape.layers, "dtype": "bf16",
-            "context": context, "completion": completion, "group": group, "prompts": prompts, **found,
-        }  # fmt: skip
+            "engine": engine,
+            "case": name,
+            "model": shape.name,
+            "layers": cut.layers,
+            "dtype": "bf16",
+            **at,
+            **found,
+        }
         if found["step_s"] is not None:
-            entry["utilization"] = measure.utilization(shape, context, completion, group, prompts, found["step_s"])
+            entry["utilization"] = measure.utilization(cut, **at, seconds=found["step_s"])
+        if name == "everyday":
+            entry["rows_run"] = options.everyday_batches * BATCH
         measure.record(options.out, entry, options.commit)
 
-    for length in options.lengths:
+    warmed = False
+    if options.warm:
+        for name, step, at in cases(options, shape, loss_of):
+            run(name, step, **at)
+        warmed = True
+    measure.wait_for(options.after)
+    for name, step, at in cases(options, shape, loss_of):
+        run(name, step, **at)
+    decoder.layers = every
+
+
+def cases(options: Any, shape: Any, loss_of: Any) -> Iterator[tuple[str, Any, dict[str, int]]]:
+    """Name, step and sizes of each."""
+    device = options.device
+    for length, layers in [*((n, 0) for n in options.lengths), *options.shallow]:
         ids = models.token_ids(length, shape.vocab)[None].to(device)
-        note(
-            "sequence", lambda ids=ids: measure.timed_step(lambda: loss_of(ids, options.completion), device),
-            context=length, completion=options.completion,
-        )  # fmt: skip
+        at = {"layers": layers, "context": length, "completion": options.completion}
+        yield "sequence", lambda ids=ids: measure.timed_step(lambda: loss_of(ids, options.completion), device), at
     if options.everyday:
         prompts, size, prompt, completion = EVERYDAY
         if options.tiny:
             prompt, completion = prompt // 64, completion // 64
         batches = everyday_rows(shape.vocab, prompts, size, prompt, completion).to(device).split(BATCH)
+        some, scale = batches[: options.everyday_batches], len(batches) / options.everyday_batches
 
         def step() -> tuple[float, float]:
-            parts = [measure.timed_step(lambda b=b: loss_of(b, completion) / len(batches), device) for b in batches]
-            return sum(p[0] for p in parts), sum(p[1] for p in parts)
+            parts = [measure.timed_step(lambda b=b: loss_of(b, completion) / len(batches), device) for b in some]
+            return sum(p[0] for p in parts) * scale, sum(p[1] for p in parts) * scale
 
-        note("everyday", step, context=prompt + completion, completion=completion, group=size, prompts=prompts)
+        yield (
+            "everyday",
+            step,
+            {"context": prompt + completion, "completion": completion, "group": size, "prompts": prompts},
+        )
 
 
 def everyday_rows(vocab: int, prompts: int, size: int, prompt: int, completion: int) -> torch.Tensor:

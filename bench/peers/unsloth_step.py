@@ -20,15 +20,15 @@ from bench import measure, models
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = measure.arguments(__doc__ or "")
+    parser = measure.peer_arguments(__doc__ or "")
     parser.add_argument("--folder", type=Path, default=None, help="where the random model is written (kept)")
     parser.add_argument("--only-write", action="store_true", help="write the folder and stop")
     options = measure.parse(parser, argv)
     shape = models.shape_of(options.model, options.layers, options.tiny)
-    longest = max([*options.lengths, 2048])
+    positions = measure.longest(options)
     folder = options.folder or Path(f"/tmp/random-{shape.name}-{shape.layers}")
     if options.only_write:
-        write(shape, longest, folder, options.device)
+        write(shape, positions, folder, options.device)
         return
     if importlib.util.find_spec("unsloth") is None:
         raise SystemExit("unsloth is not installed here: pip install unsloth (it is not a dependency of this project)")
@@ -36,8 +36,8 @@ def main(argv: list[str] | None = None) -> None:
         subprocess.run(
             [sys.executable, "-m", "bench.peers.unsloth_step", "--only-write", *(argv or sys.argv[1:])], check=True
         )
-    stretch(folder, longest)
-    model = load(folder, longest)
+    stretch(folder, positions)
+    model = load(folder, positions)
     from bench.peers.transformers_step import run_cases
 
     run_cases(options, shape, model, "unsloth", lambda ids, completion: loss(model, ids, completion))
