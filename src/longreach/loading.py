@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,7 +13,16 @@ from .lora.experts import expert_parameters
 from .origin import origin_of
 from .quant.embedding import store_in_8_bits
 from .quant.formats import FORMATS
+from .spelling import nearest
 
+# Arguments of `from_pretrained` that are likely to be passed on: not taken for misspelt names of ours.
+PASSED_ON = (
+    "attn_implementation", "cache_dir", "code_revision", "config", "device_map", "dtype", "experts_implementation",
+    "force_download", "generation_config", "ignore_mismatched_sizes", "key_mapping", "local_files_only", "low_cpu_mem_usage",
+    "max_memory", "offload_folder", "output_loading_info", "quantization_config", "revision", "state_dict", "subfolder", "token",
+    "torch_dtype", "trust_remote_code", "use_cache", "use_kernels", "use_safetensors", "variant", "weights_only",
+)  # fmt: skip
+DTYPES = ("auto", "bfloat16", "float16", "float32", "float64")
 WEIGHTS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LORA_ALPHA_PER_RANK = 2
 
@@ -30,8 +41,8 @@ def load(
     """A causal language model of Transformers with chunked execution on, and its tokenizer.
 
     Args:
-        name_or_path: a Hub id, a local folder, the folder of an adapter (loaded on its base model, to train on), or a GGUF
-            file (unpacked).
+        name_or_path: a Hub id, a local folder, the folder of an adapter (loaded on its base model, to train on), a GGUF file
+            (unpacked), or "zoo", the embedded model.
         weights: "bf16", "fp16", "fp32"; "nf4" or "mxfp4" for 4-bit linear layers, quantized tensor by tensor while loading
             (what stays in 16 bits has the checkpoint's dtype, or that of `dtype=`); None for what the checkpoint stores.
         lora: a peft.LoraConfig, a rank (LoRA on all linear layers but the head, experts included, alpha twice the rank), or
@@ -50,6 +61,8 @@ def load(
             positions, weights beyond the range of fp16, or a checkpoint whose quantization can't be read or does not fit
             `weights`.
         FormatError: a 4-bit checkpoint that is cut off or does not fit the model; it names the tensor.
+        MissingModelError: there is no such model.
+        TypeError: a misspelt argument, with the one that was probably meant.
         UnsupportedModelError, ParityError: see `enable`.
     """
     from .context.install import enable
@@ -60,8 +73,10 @@ def load(
         raise ValueError(
             f"weights={weights!r}: choose one of {', '.join(map(repr, (*WEIGHTS, *FORMATS)))}, or None to keep the checkpoint's"
         )
+    kwargs = _checked_kwargs(kwargs)
     if embedding not in (None, "int8"):
         raise ValueError(f"embedding={embedding!r}: choose 'int8', or None to leave embedding and head as they are")
+    place = device_of(device)
     adapter = lora_config(lora)
     trusted = {k: v for k, v in kwargs.items() if k in ("trust_remote_code", "revision", "token")}
     origin = origin_of(name_or_path)
@@ -71,7 +86,6 @@ def load(
     text = config.get_text_config()
     check_supported(text)
     check_positions(text, max_length)
-    place = torch.device(device) if device is not None else default_device()
     kwargs = {"dtype": WEIGHTS.get(weights or "", "auto")} | quantization(config, weights, origin.base, kwargs)
     if "quantization_config" in kwargs or getattr(config, "quantization_config", None) is not None:
         kwargs.setdefault("device_map", {"": place})
@@ -136,9 +150,31 @@ def lora_config(lora: Any) -> Any:
     return LoraConfig(r=lora, lora_alpha=LORA_ALPHA_PER_RANK * lora, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
+def _checked_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """What goes on to Transformers, which would find a wrong name or dtype after the download and in its own words."""
+    checked = dict(kwargs)
+    mine = [name for name, p in inspect.signature(load).parameters.items() if p.kind is p.KEYWORD_ONLY]
+    for name in kwargs:
+        if name not in PASSED_ON and "did you mean" in nearest(name, (*mine, *PASSED_ON)):
+            raise TypeError(f"load takes no {name!r}{nearest(name, (*mine, *PASSED_ON))}")
+    for name in {"dtype", "torch_dtype"} & set(kwargs):
+        given = kwargs[name]
+        if given in (None, "auto"):
+            continue
+        text = str(given).removeprefix("torch.")
+        checked[name] = getattr(torch, text, None)
+        if not isinstance(checked[name], torch.dtype):
+            raise ValueError(
+                f"{name}={given!r}: give 'auto', a dtype of torch such as torch.bfloat16, or its name{nearest(text, DTYPES)}"
+            )
+    return checked
+
+
 def check_positions(config: Any, max_length: int | None) -> None:
     """Refuse a context that the model has no positions for."""
     limit = getattr(config, "max_position_embeddings", None)
+    if max_length is not None and (isinstance(max_length, bool) or not isinstance(max_length, int)):
+        raise ValueError(f"max_length={max_length!r}: give a whole number of tokens, or None")
     if max_length is not None and max_length < 2:
         raise ValueError(f"max_length={max_length}: a prompt and a completion need at least 2 tokens")
     if max_length is not None and limit is not None and max_length > limit:
@@ -149,5 +185,17 @@ def check_positions(config: Any, max_length: int | None) -> None:
         )
 
 
-def default_device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def device_of(device: str | torch.device | None) -> torch.device:
+    """The device that was asked for, or the GPU if there is one. Raises ValueError for one that is not here."""
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(
+            f"device={device!r}: give 'cuda', 'cuda:1', 'cpu' or another device of torch, or None"
+        ) from None
+    cards = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if found.type == "cuda" and (found.index or 0) >= cards:
+        raise ValueError(f"device={str(device)!r}: PyTorch sees {cards} GPUs here; give another device, or None")
+    return found

@@ -236,10 +236,17 @@ def test_the_parity_check_sees_a_wrong_weight(monkeypatch: pytest.MonkeyPatch) -
         enable(model)
 
 
-def test_merging_into_4_bits_is_an_error() -> None:
+@pytest.mark.parametrize("merge", ["merge_and_unload", "merge_adapter"])
+def test_merging_into_4_bits_is_an_error_that_says_what_to_do(merge: str) -> None:
     model = adapt(pack(build("qwen3", torch.float32, lora=False), NF4()), torch.float32)
-    with pytest.raises(RuntimeError):
-        model.merge_and_unload()
+    enable(model, parity_check=False)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(
+        ValueError, match=r"can't be merged into weights of 4 bits.*longreach export RUN --format merged"
+    ):
+        getattr(model, merge)()
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    copy.deepcopy(model).unload()
 
 
 @pytest.mark.parametrize("name, lora", [("qwen3", True), ("gemma3", False)])

@@ -81,15 +81,25 @@ def test_a_json_schema_is_followed(model, letters):
     assert any(c.finish_reason == "stop" for c in out)
 
 
-def test_a_pattern_that_cannot_be_followed_is_named(model, letters):
-    with pytest.raises(ValueError, match=r"regex='\(' can't be followed"):
-        generate(model, ["x"], sampling=SamplingParams(regex="("), tokenizer=letters, options=SMALL)
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"regex": "("}, r"regex='\(' can't be followed: .*unclosed group"),
+        ({"regex": "(?<=a)b"}, r"regex='\(\?<=a\)b' can't be followed: .*look-around"),
+        ({"json_schema": "{a"}, r"json_schema=\{a can't be followed: key must be a string"),
+        ({"json_schema": {"type": "nonsense"}}, r"can't be followed: Invalid type: nonsense"),
+        ({"json_schema": {"enum": {1, 2}}}, r"json_schema=.* is not JSON"),
+    ],
+)
+def test_a_constraint_that_cannot_be_followed_is_named_when_it_is_made(given, message):
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        SamplingParams(**given)
 
 
-def test_constraints_without_their_library_say_what_to_install(model, letters, monkeypatch):
+def test_constraints_without_their_library_say_what_to_install(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
     with pytest.raises(ImportError, match=r"longreach\[constraints\]"):
-        generate(model, ["x"], sampling=SamplingParams(regex="a"), tokenizer=letters, options=SMALL)
+        SamplingParams(regex="aaa?")
 
 
 def test_texts_in_texts_out(model, letters):

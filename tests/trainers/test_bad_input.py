@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import pickle
 import types
 from dataclasses import replace
 
@@ -51,6 +53,16 @@ def grpo_config(**changes):
 def test_config(changes, message):
     with pytest.raises(ValueError, match=message):
         grpo_config(**changes)
+
+
+@pytest.mark.parametrize("cls", [ours.GRPOConfig, ours.SFTConfig])
+def test_a_misspelt_field_gets_the_nearest(cls):
+    with pytest.raises(TypeError, match=rf"{cls.__name__} takes no 'lerning_rate'; did you mean 'learning_rate'\?"):
+        cls(**tiny.RUN, lerning_rate=1e-4)
+    with pytest.raises(TypeError, match=r"takes no 'offlaod'; did you mean 'offload'\?"):
+        cls(**tiny.RUN, offlaod="host")
+    made = cls(**tiny.RUN, offload="host")
+    assert copy.deepcopy(made).offload == pickle.loads(pickle.dumps(made)).offload == "host"
 
 
 def test_sft_config():

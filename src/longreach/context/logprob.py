@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from .auto import explained
 from .autograd import ParamGrads
 from .install import Engine, enable, engine_of
 from .replay import autocast_as, autocast_state, rng_state, set_rng_state
+from .reuse import Prefill
 from .tree import ROOT, TokenTree
 
 LOGITS_AT_ONCE = (1 << 24, 1 << 26)  # elements of one slice of logits, on a CPU and on a GPU
@@ -33,11 +35,13 @@ class Scores:
         entropies: of the same shape, nats; None unless asked for.
         router_loss: scalar load-balancing loss over the tree, each token counted once per row that runs through it;
             None unless asked for or if the model has no router.
+        reused: prompt tokens whose forward a rollout's prefill had done.
     """
 
     logprobs: list[Tensor]
     entropies: list[Tensor] | None
     router_loss: Tensor | None
+    reused: int = 0
 
 
 def token_logprobs(
@@ -54,26 +58,44 @@ def token_logprobs(
         entropy: also return the entropy of each predicted distribution, in nats.
 
     Returns:
-        List of fp32 tensors (fp64 for an fp64 model); with `entropy=True` a pair of such lists.
+        List of fp32 tensors (fp64 for an fp64 model), one entry per labelled token and so empty for an empty completion; with
+        `entropy=True` a pair of such lists.
+
+    Raises:
+        ValueError: a temperature of 0 or less, or a token id that the model's vocabulary does not have.
     """
     scores = score(model, tree, temperature=temperature, entropy=entropy)
     return (scores.logprobs, scores.entropies) if scores.entropies is not None else scores.logprobs
 
 
 def score(
-    model: nn.Module, tree: TokenTree, *, temperature: float = 1.0, entropy: bool = False, router_loss: bool = False
+    model: nn.Module,
+    tree: TokenTree,
+    *,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    router_loss: bool = False,
+    prefill: Prefill | None = None,
 ) -> Scores:
-    """Log-probs, and on request entropies and the router loss, of a tree in one pass."""
-    if not temperature > 0:
-        raise ValueError(f"temperature={temperature!r}: it divides the logits, so it must be greater than 0")
+    """Log-probs, and on request entropies and the router loss, of a tree in one pass.
+
+    With gradients, prompts that `prefill` holds are not computed again where that is exact.
+    """
+    if isinstance(temperature, bool) or not isinstance(temperature, Real) or not temperature > 0:
+        raise ValueError(f"temperature={temperature!r}: it divides the logits, so it must be a number greater than 0")
+    if not isinstance(tree, TokenTree):
+        raise ValueError(f"tree is a {type(tree).__name__}; make one with TokenTree.from_groups or from_sequences")
     engine = engine_of(model)
     if engine is None:
         enable(model)
         engine = engine_of(model)
     assert engine is not None
     layout = tree.layout
+    check_vocabulary(tree, engine.config.vocab_size)
     device = engine.causal.get_input_embeddings().weight.device
     run = engine.make_run(layout, compact=True, backward=torch.is_grad_enabled(), router_logits=router_loss)
+    if prefill is not None and run.backward:
+        prefill.offer(engine, run)
     # The head sees no row here: it runs below, slice by slice. The wrapped model is called, so DDP and PEFT take part.
     kwargs: dict[str, Any] = {"output_router_logits": False} if engine.routers else {}
     planned = functools.partial(engine.settle, layout.tokens, len(layout.read_index))
@@ -96,7 +118,23 @@ def score(
         _split(tree, logprobs_R),
         _split(tree, entropies_R) if entropies_R is not None else None,
         _router_loss(engine, router_logits, layout.rows.to(device)) if router_loss and engine.routers else None,
+        0 if run.reused is None else run.reused.tokens,
     )
+
+
+def check_vocabulary(tree: TokenTree, size: int) -> None:
+    """Raise ValueError for a token that a vocabulary of this size does not have; on a GPU it would end the process."""
+    if int(tree.layout.input_ids.max()) < size and int(tree.layout.labels.max()) < size:
+        return
+    for number, segment in enumerate(tree.segments):
+        for name, ids in (("ids", segment.ids), ("labels", segment.labels)):
+            wrong = (ids >= size).nonzero().flatten()
+            if len(wrong):
+                at = int(wrong[0])
+                raise ValueError(
+                    f"segment {number} of the tree holds token id {int(ids[at])} ({name}[{at}]); the model's vocabulary has "
+                    f"{size}, ids 0 to {size - 1}: was another tokenizer used?"
+                )
 
 
 def _split(tree: TokenTree, values_R: Tensor) -> list[Tensor]:

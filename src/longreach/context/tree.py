@@ -75,27 +75,34 @@ class TokenTree:
         """GRPO groups: each prompt is computed once for all its completions.
 
         The root is the prompt without its last token; each leaf starts with that token, so that every label lies in the
-        segment that predicts it. Equal prompts share one root. One branch per completion, in the order given.
+        segment that predicts it. Equal prompts share one root. One branch per completion, in the order given; that of an
+        empty completion is -1, and has no log-probs.
+
+        Raises:
+            ValueError: what is no list of ids, or an empty prompt; the message names the group.
         """
         segments: list[Segment] = []
         branches: list[int] = []
         roots: dict[tuple[int, ...], int] = {}
-        for number, (prompt_ids, completions) in enumerate(groups):
-            prompt = as_ids(prompt_ids)
+        for number, (prompt_ids, completions) in enumerate(_pairs(groups)):
+            prompt = as_ids(prompt_ids, f"TokenTree.from_groups: the prompt of group {number}")
             if len(prompt) == 0:
                 raise ValueError(f"TokenTree.from_groups: the prompt of group {number} is empty; it needs one token")
+            _check_completions(completions, number)
             key = tuple(prompt.tolist())
             if key not in roots and len(prompt) > 1:
                 roots[key] = len(segments)
                 segments.append(Segment(prompt[:-1], torch.full((len(prompt) - 1,), IGNORE)))
-            for completion_ids in completions:
-                completion = as_ids(completion_ids)
+            for index, completion_ids in enumerate(completions):
+                completion = as_ids(completion_ids, f"TokenTree.from_groups: completion {index} of group {number}")
                 if len(completion) == 0:
                     branches.append(ROOT)
                     continue
                 branches.append(len(segments))
                 labels = torch.cat([completion, torch.tensor([IGNORE])])
                 segments.append(Segment(torch.cat([prompt[-1:], completion]), labels, roots.get(key, ROOT)))
+        if not segments and branches:  # prompts of one token and nothing after them: a tree has one segment
+            segments.append(Segment(prompt, torch.full((1,), IGNORE)))
         return cls(segments, branches)
 
     @classmethod
@@ -106,7 +113,7 @@ class TokenTree:
         """
         segments = []
         for number, sequence in enumerate(sequences):
-            ids = as_ids(sequence)
+            ids = as_ids(sequence, f"TokenTree.from_sequences: sequence {number}")
             labels = torch.cat([ids[1:], torch.tensor([IGNORE])])
             if loss_masks is not None:
                 mask = torch.as_tensor(loss_masks[number]).bool()
@@ -130,12 +137,53 @@ class TokenTree:
         return f"TokenTree({len(self.segments)} segments, {self.tokens} tokens, {len(self.branches)} branches)"
 
 
-def as_ids(ids: Ids) -> Tensor:
-    """[n] int64 on the CPU."""
-    out = torch.as_tensor(ids, dtype=torch.int64).cpu()
+def as_ids(ids: Ids, what: str = "token ids") -> Tensor:
+    """[n] int64 on the CPU.
+
+    Raises:
+        ValueError: no token ids; the message begins with `what`.
+    """
+    if isinstance(ids, str):
+        raise ValueError(f"{what} is a text, {ids[:40]!r}: give token ids, tokenizer(text)['input_ids']")
+    try:
+        out = torch.as_tensor(ids).cpu()
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"{what} is {_shown(ids)}: give token ids, a list of whole numbers or a tensor") from None
     if out.ndim != 1:
-        raise ValueError(f"token ids must be one-dimensional, not of shape {tuple(out.shape)}")
+        raise ValueError(f"{what} has the shape {tuple(out.shape)}: token ids must be one-dimensional")
+    if len(out) and (out.is_floating_point() or out.is_complex() or out.dtype == torch.bool):
+        raise ValueError(f"{what} is of {out.dtype}: token ids are whole numbers")
+    out = out.to(torch.int64)
+    if len(out) and int(out.min()) < 0:
+        raise ValueError(f"{what} holds {int(out.min())}: token ids are 0 or more; leave padding and masked tokens out")
     return out
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _pairs(groups: Sequence[tuple[Ids, Sequence[Ids]]]) -> Iterable[tuple[Ids, Sequence[Ids]]]:
+    for number, group in enumerate(groups):
+        try:
+            prompt, completions = group
+        except (TypeError, ValueError):
+            prompt = completions = 0  # type: ignore[assignment]
+        if isinstance(group, str) or isinstance(prompt, int):
+            raise ValueError(
+                f"TokenTree.from_groups: group {number} is {_shown(group)}: give pairs (prompt_ids, [completion_ids, ...])"
+            )
+        yield prompt, completions
+
+
+def _check_completions(completions: Sequence[Ids], number: int) -> None:
+    what = f"TokenTree.from_groups: the completions of group {number}"
+    single = isinstance(completions, Tensor) and completions.ndim != 2
+    if single or isinstance(completions, (str, int)) or any(isinstance(item, int) for item in completions):
+        raise ValueError(f"{what} are {_shown(completions)}: give a list of completions, each a list of token ids")
+    if len(completions) == 0:
+        raise ValueError(f"{what}: there are none; give at least one, or leave the group out")
 
 
 class Layout:
@@ -227,6 +275,8 @@ class Layout:
         held = group[-1].stop - group[0].start
         if held + piece.stop - piece.start > size or group[-1].segment == piece.segment:
             return False
+        if self.is_parent[group[-1].segment] != self.is_parent[piece.segment]:
+            return False  # a prompt's chunk, whose forward a rollout may have done, holds nothing else
         if cut_at_reads and bool(self.reads(group[0].start, group[-1].stop)) != bool(
             self.reads(piece.start, piece.stop)
         ):

@@ -1,14 +1,32 @@
-"""PEFT's adapters of `target_parameters` on experts that are stored in 4 bits."""
+"""PEFT's adapters on weights that are stored in 4 bits: their forward on experts, and a refusal to merge."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from peft.tuners.lora.layer import Linear as PeftLinear
 from peft.tuners.lora.layer import ParamWrapper as PeftParamWrapper
 from torch import Tensor, nn
 
 from ..quant.experts import FourBitExperts
+from ..quant.linear import FourBitLinear
 from .experts import unwrap
+
+
+def _refused(what: str) -> ValueError:
+    """A sum of the weight and the adapter is no 4-bit weight any more."""
+    return ValueError(
+        f"the adapter of {what} can't be merged into weights of 4 bits. Write the sum in 16 bits: longreach.export(model, "
+        "tokenizer, path, format='merged'), or `longreach export RUN --format merged`; to sample, leave the adapter on"
+    )
+
+
+class Linear(PeftLinear):
+    """PEFT's LoRA on a linear layer in 4 bits, whose merge would add to codes. Bears PEFT's class name."""
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Refused."""
+        raise _refused("a linear layer")
 
 
 class ParamWrapper(PeftParamWrapper):
@@ -30,18 +48,14 @@ class ParamWrapper(PeftParamWrapper):
         return base.run(x, *args, {name: (*adapter.stacked(), adapter.scale) for name, adapter in adapters.items()})
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Refused: a sum of the weight and the adapter is no 4-bit weight any more."""
-        raise ValueError(
-            f"the adapter of {self.parameter_name} can't be merged into weights of 4 bits; longreach.export(..., "
-            "format='merged') writes the sum in 16 bits"
-        )
+        """Refused."""
+        raise _refused(self.parameter_name)
 
 
-def adopt_wrappers(model: nn.Module) -> int:
-    """Give PEFT's wrappers around experts in 4 bits the class above; how many there were."""
-    found = 0
+def adopt_wrappers(model: nn.Module) -> None:
+    """Give PEFT's wrappers around weights in 4 bits the classes above."""
     for module in model.modules():
         if type(module) is PeftParamWrapper and isinstance(module.get_base_layer(), FourBitExperts):
             module.__class__ = ParamWrapper
-            found += 1
-    return found
+        elif type(module) is PeftLinear and isinstance(module.get_base_layer(), FourBitLinear):
+            module.__class__ = Linear

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -129,6 +130,11 @@ def requests_of(
         if not isinstance(param, SamplingParams):
             raise ValueError(f"sampling for prompt {i} is a {type(param).__name__}; give SamplingParams")
         ids = _ids(prompt, i, tokenizer, config.vocab_size)
+        beyond = [token for token in param.stop_ids or () if token >= config.vocab_size]
+        if beyond:
+            raise ValueError(
+                f"stop_ids={param.stop_ids!r}: the model's vocabulary has {config.vocab_size}, so {beyond[0]} never comes"
+            )
         limit = getattr(config, "max_position_embeddings", None)
         if limit is not None and len(ids) + param.max_new_tokens > limit:
             raise ValueError(
@@ -147,7 +153,13 @@ def _ids(prompt: PromptIds | str, number: int, tokenizer: Any, vocabulary: int) 
         if tokenizer is None:
             raise ValueError(f"prompt {number} is a text; pass tokenizer=, or give token ids")
         prompt = tokenizer(prompt)["input_ids"]
-    ids = tuple(prompt.tolist() if isinstance(prompt, Tensor) else (int(t) for t in prompt))
+    try:
+        ids = tuple(map(operator.index, prompt.tolist() if isinstance(prompt, Tensor) else prompt))
+    except TypeError:
+        shown = repr(prompt) if len(repr(prompt)) <= 60 else f"{repr(prompt)[:57]}..."
+        raise ValueError(
+            f"prompt {number} is {shown}: give token ids, whole numbers, or a text with tokenizer="
+        ) from None
     if not ids:
         raise ValueError(f"prompt {number} is empty; it needs one token")
     wrong = next((t for t in ids if not 0 <= t < vocabulary), None)

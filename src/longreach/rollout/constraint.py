@@ -5,14 +5,13 @@ Shape suffixes: B rows of the step, V vocabulary.
 
 from __future__ import annotations
 
-import importlib
-import json
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .grammar import grammar_of, library
 from .sampler import SamplingParams
 from .scheduler import Request
 
@@ -33,28 +32,16 @@ class Constraints:
             return
         if tokenizer is None:
             raise ValueError("regex and json_schema need the tokenizer; pass tokenizer=")
-        try:
-            self._library = importlib.import_module("llguidance")
-            hf = importlib.import_module("llguidance.hf")
-        except ImportError as error:
-            raise ImportError(
-                "regex and json_schema need llguidance, which is not installed: pip install 'longreach[constraints]'"
-            ) from error
-        self._tokens = hf.from_tokenizer(tokenizer, n_vocab=vocabulary)
+        self._tokens = library("llguidance.hf").from_tokenizer(tokenizer, n_vocab=vocabulary)
         for params in {id(r.params): r.params for r in constrained}.values():
-            self._matcher(params)  # a bad pattern is found before anything is generated
+            self._matcher(params)  # what these tokens can't write is found before anything is generated
 
     def _matcher(self, params: SamplingParams) -> Any:
-        matcher = self._library.LLMatcher
-        if params.regex is not None:
-            name, grammar = f"regex={params.regex!r}", matcher.grammar_from_regex(params.regex)
-        else:
-            schema = params.json_schema
-            text = schema if isinstance(schema, str) else json.dumps(schema)
-            name, grammar = f"json_schema={text}", matcher.grammar_from_json_schema(text)
-        made = matcher(self._tokens, grammar)
+        made = library().LLMatcher(self._tokens, grammar_of(params.regex, params.json_schema))
         if made.is_error():
-            raise ValueError(f"{name} can't be followed: {made.get_error()}")
+            raise ValueError(
+                f"regex={params.regex!r}, json_schema={params.json_schema!r} can't be followed: {made.get_error()}"
+            )
         return made
 
     def start(self, request: Request) -> None:

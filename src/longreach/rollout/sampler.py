@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from ..kernels.philox import gumbel
+from ..spelling import check_names
+from .grammar import grammar_of
 
 LOGPROBS = ("sampled", "model")
 
@@ -39,10 +41,16 @@ class SamplingParams:
         max_new_tokens: the longest completion.
         min_new_tokens: no stop id before so many tokens; strings end it all the same.
         seed: of these completions; None for the one given to `generate`.
-        regex, json_schema: the completion's text must match; at most one. Needs a tokenizer and the package llguidance.
+        regex, json_schema: the completion's text must match; at most one. Needs a tokenizer, and the package llguidance, which
+            checks them here.
         logprobs: "sampled" gives log-probs of the distribution drawn from, after all options (what TRL asks of vLLM);
             "model" those of softmax(logits / temperature), as `token_logprobs(temperature=)` has them. Equal where
             only the temperature is set.
+
+    Raises:
+        ValueError: a value that cannot be used; the message names the field, the value and what would be right.
+        TypeError: a name that is no field, with the one that was probably meant.
+        ImportError: a constraint without llguidance.
     """
 
     temperature: float = 1.0
@@ -60,6 +68,10 @@ class SamplingParams:
     regex: str | None = None
     json_schema: Any = None
     logprobs: str = "sampled"
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> SamplingParams:
+        check_names("SamplingParams", kwargs, cls.__dataclass_fields__)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for name in ("stop_ids", "stop"):
@@ -95,6 +107,8 @@ class SamplingParams:
             raise ValueError(f"regex={self.regex!r}: give a pattern, a string")
         if self.json_schema is not None and not isinstance(self.json_schema, (str, dict)):
             raise ValueError(f"json_schema={self.json_schema!r}: give a schema, a dict or its JSON text")
+        if self.constrained:
+            grammar_of(self.regex, self.json_schema)
         if self.logprobs not in LOGPROBS:
             raise ValueError(f"logprobs={self.logprobs!r}: choose one of {', '.join(map(repr, LOGPROBS))}")
 

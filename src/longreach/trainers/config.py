@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from transformers.training_args import OptimizerNames
 
 from ..context.offload import POLICIES
 from ..context.release import STATES
+from ..spelling import check_names
 from .versions import require_supported_trl
 
 require_supported_trl()
@@ -83,6 +84,7 @@ class GRPOConfig(trl.GRPOConfig):
 
     Raises:
         ValueError: from the constructor, for a value that cannot be used.
+        TypeError: for a name that is no field, with the one that was probably meant.
     """
 
     gradient_checkpointing: bool | None = _engine_field(None, CHECKPOINTING_HELP)  # type: ignore[assignment]
@@ -102,6 +104,10 @@ class GRPOConfig(trl.GRPOConfig):
     )
     rollout_memory: str = _engine_field("keep", "Between rollouts, the engine's memory: 'keep' it or 'release' it.")
     rollout_correction: bool = _engine_field(False, "Weigh tokens by the trainer/sampler ratio, as TRL does for vLLM.")
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> GRPOConfig:
+        check_names(cls.__name__, kwargs, (f.name for f in fields(cls) if f.init))
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         choose_fp16(self)
@@ -141,6 +147,7 @@ class SFTConfig(trl.SFTConfig):
 
     Raises:
         ValueError: from the constructor, for a value that cannot be used.
+        TypeError: for a name that is no field, with the one that was probably meant.
     """
 
     gradient_checkpointing: bool | None = _engine_field(None, CHECKPOINTING_HELP)  # type: ignore[assignment]
@@ -155,6 +162,10 @@ class SFTConfig(trl.SFTConfig):
     on_misfit: str = _engine_field("error", MISFIT_HELP)
     release_gradients: bool = _engine_field(False, RELEASE_HELP)
     optimizer_states: str = _engine_field("device", STATES_HELP)
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> SFTConfig:
+        check_names(cls.__name__, kwargs, (f.name for f in fields(cls) if f.init))
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         choose_fp16(self)
