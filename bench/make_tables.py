@@ -15,9 +15,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from bench.depth_tables import memory, seconds
 from bench.kernel_tables import attention, decode_kernels, kernels
 from bench.markdown import table
-from bench.training_tables import full_finetuning, half_precision
+from bench.training_tables import full_finetuning, grpo_steps, half_precision, tree_gradients
 
 from bench import plots
 from longreach.context.plan import plan
@@ -81,7 +82,9 @@ def page(results: Path) -> str:
     parts = ["# Benchmarks", "", INTRODUCTION, ""]
     if records:
         parts += [STEP, "", _provenance(records), ""]
-    parts += sequences(records) + groups(records) + everyday(records) + planner(_read(results / "planner.json"))
+    parts += sequences(records) + seconds(records) + memory(records)
+    parts += groups(records) + tree_gradients(_read(results / "tree_gradients.json")) + everyday(records)
+    parts += grpo_steps(_read(results / "grpo_step.json")) + planner(_read(results / "planner.json"))
     parts += longest()
     parts += full_finetuning(_read(results / "full_finetune.json"))
     parts += half_precision(_read(results / "half_precision.json"))
@@ -161,24 +164,29 @@ def _how(r: Record) -> str:
 
 
 def groups(records: list[Record]) -> list[str]:
-    trees = {(r["model"], r["context"], r["group"]): r for r in records if r["case"] == "group tree"}
-    rows_of = {(r["model"], r["context"], r["group"]): r for r in records if r["case"] == "group rows"}
+    trees, rows_of = (
+        {(r["model"], r["layers"], r["context"], r["group"]): r for r in records if r["case"] == case}
+        for case in ("group tree", "group rows")
+    )
     rows = []
-    for key in sorted(trees.keys() & rows_of.keys()):
+    for key in sorted(trees.keys() & rows_of.keys(), key=lambda key: (key[0], key[2], key[1])):
         tree, single = trees[key], rows_of[key]
         if tree["step_s"] is None or single["step_s"] is None:
             continue
         gain = f"{single['step_s'] / tree['step_s']:.1f}×"
-        differ = single.get("gradient_difference")
-        prompt = key[1] - tree["completion"]
+        prompt = key[2] - tree["completion"]
+        run = single.get("rows_run", key[3])
         rows.append(
-            [f"{key[0]}, {key[2]} × {tree['completion']:,} on {prompt:,}", f"{tree['step_s']:.2f} s", f"{single['step_s']:.2f} s",
-             gain, _gib(tree.get("above_weights_bytes")), "" if differ is None else f"{differ:.1e}"]
+            [f"{key[0]}, {key[3]} × {tree['completion']:,} on {prompt:,}", f"{key[1]}", f"{tree['step_s']:.2f} s",
+             f"{single['step_s']:.2f} s", "" if run == key[3] else f"{run}", gain, _gib(tree.get("above_weights_bytes"))]
         )  # fmt: skip
     if not rows:
         return []
-    text = "A GRPO group as a tree, and as rows of full length one after the other through the same engine."
-    header = ["group", "tree", "rows", "faster", "GiB above the model", "gradients differ by"]
+    text = (
+        "A GRPO group as a tree, and as rows of full length one after the other through the same engine; where only some of "
+        "the equal rows were run, their time is scaled to all of them."
+    )
+    header = ["group", "layers", "tree", "rows", "of these run", "faster", "GiB above the model"]
     return ["## Groups that share a prompt", "", text, "", *table(header, rows)]
 
 
@@ -201,7 +209,12 @@ def everyday(records: list[Record]) -> list[str]:
         )
     if not rows:
         return []
-    text = f"{found[0]['model']}: 8 prompts of 256 tokens, 8 completions of 1,024 each; the peers run padded rows, eight at once."
+    some = sorted({r["rows_run"] for r in found if r.get("rows_run", 64) < 64})
+    scaled = f" (of their 64 equal rows {some[0]} were run, and the time scaled)" if some else ""
+    text = (
+        f"{found[0]['model']}: 8 prompts of 256 tokens, 8 completions of 1,024 each; the peers run padded rows, eight at "
+        f"once{scaled}."
+    )
     return [
         "## Everyday short rows",
         "",

@@ -1,4 +1,4 @@
-"""Tables of full fine-tuning and of training in half precision, for `make_tables`."""
+"""Tables of full fine-tuning, half precision, whole GRPO steps and gradients of trees, for `make_tables`."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def full_finetuning(records: list[dict[str, Any]]) -> list[str]:
             time = [f"{r['peak_bytes'] / 1e9:.1f}", f"{r['step_s']:.2f}"]
         rows.append([r["model"], WEIGHTS[weights], OPTIMIZERS[optimizer], PLACES[place], f"{r['context']:,}", *time])
     header = ["model", "weights", "optimizer", "gradients", "tokens", "peak GB", "s"]
-    where = f"{records[0]['card']}, commit {records[0]['commit'][:10]}, torch {records[0]['versions']['torch']}"
     return [
         "## Full fine-tuning", "",
-        f"Forward, backward and optimizer of one sequence with every parameter trained, full depth, random values ({where}; "
+        f"Forward, backward and optimizer of one sequence with every parameter trained, full depth, random values "
+        f"({_where(records[0])}; "
         "`bench/full_finetune.py`). Peak is all that PyTorch has allocated, weights and optimizer states included.", "",
         *table(header, rows),
     ]  # fmt: skip
@@ -48,11 +48,55 @@ def half_precision(records: list[dict[str, Any]]) -> list[str]:
         ])  # fmt: skip
     header = ["weights trained", "products", "first loss", "last losses", "largest difference", "skipped", "NaN"]
     first = records[0]
-    where = f"{first['card']}, commit {first['commit'][:10]}, torch {first['versions']['torch']}"
     return [
         "## fp16, bf16 and fp32", "",
-        f"{first['steps']} steps of the same run through `SFTTrainer`, with the attention kernels of cards without bf16 ({where};"
-        " `bench/half_precision.py`). Last losses: mean of 50 steps. Largest difference: to fp32, of losses averaged over 25 "
+        f"{first['steps']} steps of the same run through `SFTTrainer`, with the attention kernels of cards without bf16 "
+        f"({_where(first)}; `bench/half_precision.py`). Last losses: mean of 50 steps. Largest difference: to fp32, of losses averaged over 25 "
         "steps.", "",
         *table(header, rows),
     ]  # fmt: skip
+
+
+ENGINES = {"longreach": "Longreach", "unsloth": "Unsloth, without vLLM", "trl": "TRL"}
+
+
+def grpo_steps(records: list[dict[str, Any]]) -> list[str]:
+    """Seconds of rollout, reward and training, from `bench/grpo_step.py`."""
+    if not records:
+        return []
+    ours = next((r["step_s"] for r in records if r["engine"] == "longreach"), None)
+    rows = [
+        [ENGINES[r["engine"]], *(f"{r[k]:.2f}" for k in ("rollout_s", "reward_s", "training_s", "step_s")),
+         "" if ours is None else f"{r['step_s'] / ours:.1f}×", f"{r['tokens']:,}", f"{r['peak_bytes'] / 2**30:.1f}"]
+        for r in sorted(records, key=lambda r: list(ENGINES).index(r["engine"]))
+    ]  # fmt: skip
+    r = records[0]
+    text = (
+        f"{r['model']} in NF4 with LoRA r=32, {r['prompts']} prompts of {r['prompt']:,} tokens, {r['group']} completions of "
+        f"{r['completion']:,} each, the optimizer's step included ({_where(r)}; `bench/grpo_step.py`). The step before it, "
+        "which compiles and captures, is not counted. Seconds; peak is all that PyTorch has allocated."
+    )
+    header = ["engine", "rollout", "reward", "training", "step", "of ours", "tokens", "peak GiB"]
+    return ["## A whole GRPO step", "", text, "", *table(header, rows)]
+
+
+def tree_gradients(records: list[dict[str, Any]]) -> list[str]:
+    """Differences of gradients, from `bench/tree_gradients.py`."""
+    if not records:
+        return []
+    r = records[0]
+    text = (
+        "Gradients of a group as a tree and as rows, LoRA on few layers of real widths, norms of differences relative to the "
+        f"rows in fp32 ({_where(r)}; `bench/tree_gradients.py`)."
+    )
+    rows = [
+        [f"{r['model']}, {r['layers']} layers, {r['group']} × {r['completion']:,} on {r['prompt']:,}",
+         *(f"{r[k]:.1e}" for k in ("bf16_tree_to_rows", "bf16_rows_to_fp32", "bf16_tree_to_fp32", "fp32_tree_to_rows"))]
+        for r in records
+    ]  # fmt: skip
+    header = ["group", "bf16: tree to rows", "rows: bf16 to fp32", "tree in bf16 to rows in fp32", "fp32: tree to rows"]
+    return [text, "", *table(header, rows)]
+
+
+def _where(r: dict[str, Any]) -> str:
+    return f"{r['card']}, commit {r['commit'][:10]}, torch {r['versions']['torch']}"
