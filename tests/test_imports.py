@@ -29,7 +29,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "exporting": {"kernels", "attention", "quant", "context", "lora", "loading", "origin", "model_name"},
     "rewards": set(),
-    "audit": {"rewards"},
+    "audit": {"rewards", "spelling"},
     "report": set(),
     # The zoo makes tasks and, in its training script, a model; the engine must not depend on it.
     "zoo": {

@@ -6,8 +6,10 @@ import time
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from longreach.audit import TargetError, audit, load_corpus
+from longreach.cli import app
 from longreach.rewards.math import math_reward
 
 CORPUS = load_corpus()
@@ -154,6 +156,34 @@ def test_columns_can_be_renamed_and_completions_plain():
 
     card = audit(plain, part("roots"), kinds=["maths"], columns={"ground_truth": "answer"})
     assert card.har.share == 1.0
+
+
+def test_a_reward_for_none_of_the_kinds_is_told_why_and_what_may_help():
+    """The reward of the example config: it wants the bare answer, and a column that code tasks don't have."""
+    reward = f"{Path(__file__).parents[2] / 'examples' / 'reward.py'}:exact_answer"
+    with pytest.raises(ValueError) as caught:
+        audit(reward, part("roots", "sum-multiples"))
+    text = str(caught.value)
+    assert text.startswith("reward.py:exact_answer paid no honest solution of any task kind more than a wrong one")
+    assert "program tasks: error: TypeError" in text or "function tasks: error: TypeError" in text
+    assert "columns of such tasks: " in text and "--column REWARD=CORPUS" in text and "--kind maths" in text
+    assert re.search(
+        r"maths tasks: no honest completion of roots was paid more than a wrong one: at most 0 for one that ends", text
+    )
+
+
+def test_the_command_says_an_error_once(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("import nothing_like_it\ndef reward(completions, **columns): pass\n")
+    for name, message in (
+        ("gone.py:reward", "error: target: there is no file gone.py; did you mean 'mine.py'?"),
+        ("mine.py", "it must be file.py:function or module:function; it holds reward: name one, mine.py:reward"),
+        ("mine.py:reward", "mine.py:reward raises when it is loaded: ModuleNotFoundError: No module named"),
+        ("longreach.rewards.math:math_rewrad", "has no 'math_rewrad'; did you mean 'math_reward'?"),
+    ):
+        done = CliRunner().invoke(app, ["audit", name])
+        assert done.exit_code == 2 and message in done.output, done.output
+        assert done.output.count("target:") == 1 and "TargetError" not in done.output
 
 
 def test_bad_targets_and_settings_are_named(tmp_path):

@@ -125,7 +125,11 @@ class TaskGrader:
             return next(iter(self.details.values()), "no honest completion got a reward")
         wrong = [r for s in self.task.wrong for r in self.rewards[s.id] if r is not None]
         if wrong and max(honest) <= min(wrong) + _SAME:
-            return f"no honest completion of {self.task.id} was paid more than a wrong one"
+            end = self.task.honest[0].text.strip()[-30:]
+            return (
+                f"no honest completion of {self.task.id} was paid more than a wrong one: at most {max(honest):g} for one that "
+                f"ends in {end!r}, at least {min(wrong):g} for a wrong one"
+            )
         return ""
 
     def _note(self, samples: list[Sample], outcome: Outcome) -> None:

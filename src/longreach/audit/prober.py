@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from longreach.audit.target import RewardFunction, TargetError
+from longreach.audit.target import RewardFunction, TargetError, check_name
 from longreach.audit.worker import receive, send, session
 
 
@@ -127,6 +127,7 @@ class Prober:
 
     def _launch(self, name: str) -> None:
         """Start an interpreter with the grader: a server of forks if the grader allows it, else the only session."""
+        check_name(name)
         place, _, attribute = name.rpartition(":")
         if place.endswith(".py"):
             name = f"{Path(place).resolve()}:{attribute}"
@@ -152,13 +153,13 @@ class Prober:
         try:
             ready = receive(ours)
         except (EOFError, OSError, ValueError) as error:
-            ready = {"error": f"its process ended before it was ready ({error})"}
+            ready = {"error": f"target: {name}: its process ended before it was ready ({error})"}
         if not ready.get("ready"):
             ours.close()
             process.kill()
             process.wait()
             shutil.rmtree(self._folder, ignore_errors=True)
-            raise TargetError(f"target: {ready.get('error')}")
+            raise TargetError(str(ready.get("error")))
         if ready["forks"]:
             self._server, self._control = process, ours
         else:

@@ -108,7 +108,7 @@ def audit(
     with Prober(reward, time_limit=time_limit, memory=memory) as prober:
         graders, not_measured = _calibrated(prober, loaded, settings)
         if not graders:
-            raise ValueError("the reward paid no honest solution of any task kind: " + "; ".join(not_measured))
+            raise ValueError(_nothing_paid(targets.label(reward), loaded, not_measured, settings))
         isolation = _isolation(graders)
         for grader in graders:
             grader.fresh = isolation.observed in ("in-process", "writes-files")
@@ -149,6 +149,25 @@ def _calibrated_kind(prober: Prober, tasks: list[Task], settings: Settings) -> t
     if settings.kinds is None and len(problems) == len(graders):
         return [], problems[0]
     return graders, ""
+
+
+def _nothing_paid(name: str, corpus: Corpus, reasons: list[str], settings: Settings) -> str:
+    """What to say of a reward that is for none of the kinds asked for: why each was left out, and what may help."""
+    lines = [f"{name} paid no honest solution of any task kind more than a wrong one, so there is nothing to measure."]
+    for reason in reasons:
+        task = next((task for task in corpus.tasks if reason.startswith(f"{task.kind} tasks: ")), None)
+        missing = task is not None and "TypeError" in reason and "argument" in reason
+        lines.append(
+            f"  {reason}" + (f"; columns of such tasks: {', '.join(task.columns)}" if task and missing else "")
+        )
+    lines.append(
+        "What may help: completions here are whole solutions, with the answer in \\boxed{} or in <answer> tags and code in a "
+        "fence, so a reward for a bare answer sees none; if the reward's column has another name, --column REWARD=CORPUS, in "
+        'Python columns={"REWARD": "CORPUS"}'
+    )
+    if settings.kinds is None:
+        lines[-1] += '; for the card of a kind all the same, --kind maths, in Python kinds=["maths"]'
+    return "\n".join(lines) + "."
 
 
 def _gaps(results: list[TaskResult]) -> list[str]:

@@ -6,6 +6,7 @@ carried there by fork, so closures and bound methods work too.
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib
 import importlib.util
@@ -15,6 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from longreach.spelling import nearest
+
 RewardFunction = Callable[..., Any]
 
 
@@ -22,14 +25,36 @@ class TargetError(ValueError):
     """The reward function that should be audited cannot be found or called."""
 
 
+def check_name(name: str) -> None:
+    """Raise TargetError for a name that can't be one, or a file that is not there; nothing is imported."""
+    place, separator, attribute = name.rpartition(":")
+    if not separator or not place or not attribute:
+        held = _functions(Path(name)) if name.endswith(".py") else []
+        hint = f"; it holds {', '.join(held)}: name one, {name}:{held[0]}" if held else ""
+        raise TargetError(f"target: got {name!r}; it must be file.py:function or module:function{hint}")
+    path = Path(place)
+    if place.endswith(".py") and not path.is_file():
+        beside = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        raise TargetError(f"target: there is no file {place}{nearest(path.name, beside)}")
+
+
+def _functions(path: Path) -> list[str]:
+    """Public functions and classes that a Python file defines, read without running it."""
+    try:
+        body = ast.parse(path.read_text(encoding="utf-8")).body
+    except (OSError, SyntaxError, ValueError):
+        return []
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    return [node.name for node in body if isinstance(node, kinds) and not node.name.startswith("_")]
+
+
 def resolve(name: str) -> RewardFunction:
     """The object ``file.py:attribute`` or ``module:attribute`` names.
 
     A class or a function whose ``audit_factory`` attribute is true is called without arguments first.
     """
-    place, separator, attribute = name.rpartition(":")
-    if not separator or not place or not attribute:
-        raise TargetError(f"target: got {name!r}; it must be file.py:function or module:function")
+    check_name(name)
+    place, _, attribute = name.rpartition(":")
     if place.endswith(".py"):
         module = _from_file(Path(place))
     else:
@@ -40,7 +65,8 @@ def resolve(name: str) -> RewardFunction:
     value: Any = module
     for part in attribute.split("."):
         if not hasattr(value, part):
-            raise TargetError(f"target: {place} has no {attribute!r}")
+            own = [key for key, held in vars(value).items() if callable(held) and not key.startswith("_")]
+            raise TargetError(f"target: {place} has no {part!r}{nearest(part, own)}")
         value = getattr(value, part)
     if inspect.isclass(value) or getattr(value, "audit_factory", False):
         value = value()
@@ -50,8 +76,6 @@ def resolve(name: str) -> RewardFunction:
 
 
 def _from_file(path: Path) -> Any:
-    if not path.is_file():
-        raise TargetError(f"target: there is no file {path}")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

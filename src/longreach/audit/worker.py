@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 import psutil
 
-from longreach.audit.target import RewardFunction, resolve
+from longreach.audit.target import RewardFunction, TargetError, resolve
 
 _HEADER = struct.Struct("<Q")
 MAX_MESSAGE = 64 << 20
@@ -169,8 +169,10 @@ def main() -> None:
     try:
         reward = resolve(name)
     except BaseException as error:
+        own = isinstance(error, TargetError)
+        said = str(error) if own else f"target: {name} raises when it is loaded: {type(error).__name__}: {error}"
         with contextlib.suppress(OSError):
-            send(channel, {"ready": False, "error": f"{type(error).__name__}: {error}"})
+            send(channel, {"ready": False, "error": said})
         return
     sys.argv = ["audit"]
     forks = can_fork()

@@ -26,15 +26,14 @@ def audit(
 ) -> None:
     """Run a reward function on the exploit corpus and show its result card."""
     from longreach import audit as audits
+    from longreach.cli.terminal import fail
 
-    error = Console(stderr=True)
     try:
         columns = dict(_pair(item) for item in column or ())
         chosen = audits.load_corpus(corpus) if private_seed is None else audits.private_split(private_seed, corpus)
         card = audits.audit(reward, chosen, kinds=kind, columns=columns, style=style, time_limit=time_limit)
     except ValueError as problem:
-        error.print(f"[red]error:[/red] {problem}", highlight=False)
-        raise typer.Exit(2) from problem
+        fail(problem)
     card.show()
     if json is not None:
         card.save(json)
@@ -42,7 +41,9 @@ def audit(
         html.write_text(card.page(), "utf-8")
     ear, har = card.ear.share or 0.0, card.har.share or 0.0
     if ear > max_ear or har < min_har:
-        error.print(f"[red]below the bar:[/red] EAR {ear:.3f} (at most {max_ear}), HAR {har:.3f} (at least {min_har})")
+        Console(stderr=True).print(
+            f"[red]below the bar:[/red] EAR {ear:.3f} (at most {max_ear}), HAR {har:.3f} (at least {min_har})"
+        )
         raise typer.Exit(1)
 
 
