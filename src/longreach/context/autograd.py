@@ -28,9 +28,15 @@ from .tree import Chunk
 def run_layer(call: LayerCall, hidden: Tensor) -> Tensor:
     """Output of a layer: [1, T, hidden], or [1, R, hidden] of the last layer of a compact run; a stand-in where rows stream."""
     if not call.run.backward:
+        collecting = call.run.collecting
+        kept = None if collecting is None else collecting.kept(call, hidden)
         with torch.no_grad(), call.sharing():
-            out, _ = forward(call, hidden, None)
+            out, _ = forward(call, hidden, kept)
+        if collecting is not None:
+            collecting.done(call)
         return out
+    if call.index == 0 and call.run.reused is not None and not call.run.reused.holds(call, hidden):
+        call.run.reused = None
     params = [p for p in call.layer.parameters() if p.requires_grad]
     with call.sharing():
         out, router_logits = ChunkedLayer.apply(call, params, hidden, *params)
@@ -45,8 +51,8 @@ def forward(call: LayerCall, hidden: Tensor, kept: Kept | None) -> tuple[Tensor,
     source = run.source(call.index, hidden)
     if kept is not None and run.keeps(call.index):
         streamed = call.index in run.inputs
-        kept.hidden = source if streamed or run.lease is None else run.row()
-    if run.streams and not call.last:
+        kept.hidden = source if streamed or run.lease is None else run.input_row(call.index)
+    if run.places and not call.last:
         router_TE = compute(call, source, run.place_output(call.index), kept)
         return run.stand_in(hidden[0, 0]), router_TE
     # Where the input is not needed any more, or has gone to the host, the output is written over it.
@@ -66,7 +72,7 @@ class ChunkedLayer(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.call, ctx.params = call, params
         ctx.autocast = autocast_state(hidden.device)
-        kept = Kept(call.run) if any(ctx.needs_input_grad) else None
+        kept = Kept(call.run, call.index) if any(ctx.needs_input_grad) else None
         if kept is not None:
             call.run.kept[call.index] = kept
         call.run.calls[call.index] = weakref.ref(call)
@@ -94,6 +100,7 @@ class ChunkedLayer(torch.autograd.Function):
                 step.run()
         if not run.keeps(call.index) and isinstance(kept.hidden, HostRow):
             run.spare.append(kept.hidden)
+        run.inputs.pop(call.index, None)
         below = run.kept.get(call.index - 1)
         if below is not None:
             below.prefetch(memory.chunks[0], attention=False)

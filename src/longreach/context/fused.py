@@ -129,9 +129,9 @@ class FusedLayer:
         return self._join(self.down, h2_CM, inner_CF, 1)[0]
 
     def store_keys(self, h_CM: Tensor, cos_sin: tuple[Tensor, Tensor], kv: KeyValues, chunk: Chunk) -> None:
-        """Only the chunk's keys and values."""
+        """Only the chunk's keys and values, to the bit those of `forward`."""
         x_CM, _ = self._norm(h_CM, self.norm_in)
-        (k, v), _ = self.kv_only.forward(x_CM)
+        (k, v), _ = self.qkv.forward(x_CM, 1)
         _, k_CKD, _ = self._rotate(None, k, cos_sin)
         kv.write(chunk.start, k_CKD, self._heads(v))
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,9 @@ from .offload import DevicePieces, DeviceRow, HostRow, Lease, Row, arrived
 from .replay import rng_state, set_rng_state
 from .stream import HostKeyValues
 from .tree import Chunk, Layout
+
+if TYPE_CHECKING:
+    from .reuse import Batch, Reused
 
 
 @dataclass
@@ -53,6 +56,8 @@ class Run:
             that tensor (a hidden state has one consumer), so it is written over; a hook that keeps it would see that.
         inputs: layer index -> its input, where it does not travel from layer to layer as a tensor.
         gradient: of the layer input last visited by the backward, likewise.
+        collecting: what keeps a prefill's values for the training step.
+        reused: the first tokens, whose forward such a prefill has done.
     """
 
     layout: Layout
@@ -76,6 +81,8 @@ class Run:
     gradient_row: int = 0
     inputs: dict[int, Row] = field(default_factory=dict)
     gradient: Row | None = None
+    collecting: Batch | None = None
+    reused: Reused | None = None
 
     def __post_init__(self) -> None:
         self.lease: Lease | None = None
@@ -99,6 +106,15 @@ class Run:
         """The same for what is fetched chunk by chunk, as it was saved."""
         return DevicePieces() if self.lease is None else self.row()
 
+    def input_row(self, index: int) -> Row:
+        """A new place for a layer's input."""
+        return self.row() if self.reused is None or not index else self.reused.inputs(index)
+
+    @property
+    def places(self) -> bool:
+        """Whether layers find their inputs in `inputs`, not in the tensor that the model hands on."""
+        return self.streams or (self.reused is not None and self.lease is None)
+
     def keeps(self, index: int) -> bool:
         """Whether the layer's input is kept for the backward."""
         return self.backward and (index % self.keep_every == 0 or index == self.lowest)
@@ -110,13 +126,17 @@ class Run:
 
     def source(self, index: int, hidden: Tensor) -> Row:
         """The layer's input."""
-        return self.inputs[index] if index in self.inputs else DeviceRow(self.layout.tokens, hidden[0])
+        if index in self.inputs:
+            return self.inputs[index]
+        if self.reused is None or not index:
+            return DeviceRow(self.layout.tokens, hidden[0])
+        return self.reused.inputs(index, DeviceRow(self.reused.rest, hidden[0, self.reused.tokens :]))
 
     def place_output(self, index: int) -> Row:
         """Where the layer's output waits as the next one's input, in host memory; what is not kept shares one place."""
         old = self.inputs.get(index)
         reused = isinstance(old, HostRow) and not self.keeps(index) and not self.keeps(index + 1)
-        self.inputs[index + 1] = old if reused and old is not None else self.row()
+        self.inputs[index + 1] = old if reused and old is not None else self.input_row(index + 1)
         return self.inputs[index + 1]
 
     def stand_in(self, like_M: Tensor) -> Tensor:
@@ -127,9 +147,11 @@ class Run:
 class Kept:
     """What a layer's backward needs: its input, each chunk's random state, and on request attention outputs."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, index: int) -> None:
         self.hidden: Row | None = None
         self.out, self.lse_T = run.pieces(), run.pieces()
+        if run.reused is not None and run.reused.attended and index < run.layers - 1:
+            self.out, self.lse_T = run.reused.attention(index)
         self.attended: set[int] = set()
         self.rng: list[Any] = []
 
@@ -206,6 +228,10 @@ class LayerCall:
     def needs_output(self, chunk: Chunk) -> bool:
         """In a compact run nobody reads the last layer's unlabelled rows (but a router loss counts every token)."""
         return not self.trims or chunk.reads > 0 or self.router is not None
+
+    def reuses(self, chunk: Chunk) -> bool:
+        """Whether a prefill has done the chunk's forward, but for its keys and values."""
+        return self.run.reused is not None and not self.last and chunk.stop <= self.run.reused.tokens
 
     def visits(self, chunk: Chunk) -> bool:
         """Whether the chunk is computed at all."""
@@ -291,9 +317,11 @@ def _chunk_forward(
     call: LayerCall, i: int, hidden_CM: Tensor, fused: FusedLayer | None, kept: Kept | None
 ) -> Tensor | None:
     memory, chunk, run = call.memory, call.memory.chunks[i], call.run
-    wanted = call.needs_output(chunk)
+    wanted = call.needs_output(chunk) and not call.reuses(chunk)
     attended = None
     out_CM: Tensor | None
+    if kept is not None and run.reused is not None and run.reused.attended and call.reuses(chunk):
+        kept.attended.add(chunk.start)
     if fused is not None:
         if not wanted:
             fused.store_keys(hidden_CM, call.cos_sin(chunk), run.kv, chunk)

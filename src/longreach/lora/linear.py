@@ -108,11 +108,11 @@ class LinearGroup:
             self.ranks.append(slice(at, at + rank))
             at += rank
 
-    def forward(self, x_CI: Tensor) -> tuple[list[Tensor], Tensor | None]:
-        """Outputs, one [C, O] per layer, and x A' [C, R], which the backward wants back."""
+    def forward(self, x_CI: Tensor, first: int = 0) -> tuple[list[Tensor], Tensor | None]:
+        """Outputs, one [C, O] per layer from the `first` on, and x A' [C, R], which the backward wants back."""
         t_CR = self.low_rank(x_CI)
         outs = []
-        for line, b_Or, rank in zip(self.linears, self.b_Or, self.ranks):
+        for line, b_Or, rank in zip(self.linears[first:], self.b_Or[first:], self.ranks[first:]):
             y_CO = F.linear(x_CI, line.weight, line.bias)
             if b_Or is not None and t_CR is not None:
                 y_CO.addmm_(t_CR[:, rank], b_Or.t(), alpha=line.scale)

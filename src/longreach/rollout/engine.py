@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..context.install import Engine, enable, engine_of
+from ..context.reuse import Prefill
 from .cache import LayerCache, Limits, PagePool
 from .fused_step import FusedStep
 from .graphs import GraphLadder
@@ -94,19 +95,21 @@ class RolloutEngine:
         self,
         requests: Sequence[Request],
         on_token: Callable[[Request], bool | None] | None = None,
+        keep: Prefill | None = None,
     ) -> None:
         """Decode requests to their ends.
 
         Args:
             requests: `ids`, `logprobs` and `finish_reason` are filled in.
             on_token: called after each token of each request; returning False cancels that request.
+            keep: what a training step on these weights can use of the prompts' computation goes there.
         """
         if not requests:
             return
         with torch.no_grad(), _evaluating(self.model):
             self._prepare(requests)
             assert self.state is not None
-            _Run(self, self.state, requests, on_token).loop()
+            _Run(self, self.state, requests, on_token, keep).loop()
 
     def _prepare(self, requests: Sequence[Request]) -> None:
         """Memory for the requests, and the weights as they are now."""
@@ -168,8 +171,9 @@ class _Run:
         state: RowState,
         requests: Sequence[Request],
         on_token: Callable[[Request], bool | None] | None,
+        keep: Prefill | None,
     ) -> None:
-        self.owner, self.state, self.on_token = owner, state, on_token
+        self.owner, self.state, self.on_token, self.keep = owner, state, on_token, keep
         self.cuda = owner.device.type == "cuda"
         options = owner.options
         self.scheduler = Scheduler(
@@ -207,7 +211,7 @@ class _Run:
         while admission := scheduler.admit():
             batches = [[p] for p in admission.prompts] if owner.options.batch_invariant else [admission.prompts]
             for prompts in batches:
-                self.stats.prefilled += prefill(owner.model, owner.engine, prompts, state.pool)
+                self.stats.prefilled += prefill(owner.model, owner.engine, prompts, state.pool, self.keep)
             state.start(admission.requests)
             self.sampling.start(admission.requests)
         if not scheduler.order:

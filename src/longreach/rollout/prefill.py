@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..attention import KeyValues
 from ..context.install import Engine
+from ..context.reuse import Prefill
 from ..context.tree import IGNORE, Layout, Segment, TokenTree
 from .cache import Kind, PagePool
 from .scheduler import Prompt
@@ -72,8 +73,13 @@ def _places(
     return torch.cat(tokens), torch.cat(pages).to(device), torch.cat(offsets).to(device)
 
 
-def prefill(model: nn.Module, engine: Engine, prompts: Sequence[Prompt], pool: PagePool) -> int:
-    """Compute prompts' keys and values into their pages. Returns the number of tokens computed."""
+def prefill(
+    model: nn.Module, engine: Engine, prompts: Sequence[Prompt], pool: PagePool, keep: Prefill | None = None
+) -> int:
+    """Compute prompts' keys and values into their pages. Returns the number of tokens computed.
+
+    With `keep`, what a training step on the same weights needs of the prompts goes there.
+    """
     prompts = [p for p in prompts if len(p.ids) > 1]
     if not prompts:
         return 0
@@ -81,6 +87,8 @@ def prefill(model: nn.Module, engine: Engine, prompts: Sequence[Prompt], pool: P
     device = engine.causal.get_input_embeddings().weight.device
     run = engine.make_run(layout, compact=True, backward=False)
     run.kv = PagedKeys(layout, prompts, pool, device)
+    if keep is not None:
+        keep.collect(engine, run)
     kwargs: dict[str, Any] = {"output_router_logits": False} if engine.routers else {}
     with engine.expecting(run):
         model(
@@ -91,4 +99,6 @@ def prefill(model: nn.Module, engine: Engine, prompts: Sequence[Prompt], pool: P
             **kwargs,
         )
     run.hidden = None
+    if keep is not None:
+        keep.add(run)
     return layout.tokens
