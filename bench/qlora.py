@@ -2,6 +2,7 @@
 
     python -m bench.qlora --cases 4096:1024:host,32768:8192:host --weights nf4,bf16
     python -m bench.qlora --cases 131072:4096:rows --repeats 1
+    python -m bench.qlora --cases 389120:8192:keys --repeats 0 --cap 24 --progress
     python -m bench.qlora --device cpu --tiny          # tests the script
 
 A step is forward, backward and AdamW on one sequence with LoRA r=16 on all seven kinds of linear layer; the loss is the mean
@@ -32,12 +33,17 @@ def main(argv: list[str] | None = None) -> None:
     parser.set_defaults(out=measure.RESULTS / "qlora.json")
     parser.add_argument("--weights", default="nf4", help="of nf4, mxfp4, bf16, e.g. nf4,bf16 (default: nf4)")
     parser.add_argument("--cases", default="4096:1024:host,32768:8192:host", help="context:chunk:offload, ...")
+    parser.add_argument("--cap", type=float, default=None, metavar="GB", help="let torch allocate no more than this")
+    parser.add_argument("--progress", action="store_true", help="print when the backward has passed a layer")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--embedding", default=None, choices=("int8",))
     options = measure.parse(parser, argv)
     cases = [tuple(case.split(":")) for case in options.cases.split(",")]
     if options.tiny:
         cases = [(str(max(int(n) // 64, 16)), str(max(int(c) // 64, 4)), o) for n, c, o in cases]
+    if options.cap and options.device == "cuda":
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(options.cap * GB / total)
     for weights in options.weights.split(","):
         bench = Bench(options, weights, max(int(n) for n, *_ in cases))
         for context, chunk, offload in cases:
@@ -61,6 +67,17 @@ class Bench:
         trained = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=options.device == "cuda")
         self.loaded = measure.loaded_bytes(options.device)
+        self.began = time.perf_counter()
+        if options.progress:
+            for i, layer in enumerate(self.model.get_base_model().get_decoder().layers):
+                first = next(p for p in layer.parameters() if p.requires_grad)
+                first.register_post_accumulate_grad_hook(lambda p, i=i: self.passed(i))
+
+    def passed(self, layer: int) -> None:
+        measure.synchronize(self.options.device)
+        print(
+            f"layer {layer}: backward passed {time.perf_counter() - self.began:.1f} s after the step began", flush=True
+        )
 
     def case(self, context: int, chunk: int, offload: str) -> None:
         options = self.options
@@ -75,7 +92,8 @@ class Bench:
             "weights": self.weights, "embedding": options.embedding, "rank": options.rank, "context": context,
             "completion": options.completion, "group": 1, "prompts": 1, "chunk": chunk, "offload": offload,
             "first_step_s": first[0], "step_s": statistics.median(seconds for seconds, _ in timed),
-            "repeats": options.repeats, "loaded_bytes": self.loaded, "peak_bytes": max(peaks, default=None),
+            "repeats": options.repeats, "cap_gb": options.cap, "loaded_bytes": self.loaded,
+            "peak_bytes": max(peaks, default=None),
         }  # fmt: skip
         measure.record(options.out, entry, options.commit)
         if peaks:
@@ -91,7 +109,7 @@ class Bench:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         measure.synchronize(self.options.device)
-        start = time.perf_counter()
+        start = self.began = time.perf_counter()
         loss = -torch.cat(longreach.token_logprobs(self.model, tree)).mean()
         loss.backward()
         self.optimizer.step()

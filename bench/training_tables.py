@@ -51,8 +51,8 @@ def half_precision(records: list[dict[str, Any]]) -> list[str]:
     return [
         "## fp16, bf16 and fp32", "",
         f"{first['steps']} steps of the same run through `SFTTrainer`, with the attention kernels of cards without bf16 "
-        f"({_where(first)}; `bench/half_precision.py`). Last losses: mean of 50 steps. Largest difference: to fp32, of losses averaged over 25 "
-        "steps.", "",
+        f"({_where(first)}; `bench/half_precision.py`). Last losses: mean of 50 steps. Largest difference: to fp32, of losses "
+        "averaged over 25 steps.", "",
         *table(header, rows),
     ]  # fmt: skip
 
