@@ -129,7 +129,7 @@ def _join(path: Path) -> None:
         if (
             r["engine"] != "longreach"
             or r["case"] == "group rows"
-            or not r["step_s"]
+            or not r.get("peak_bytes")
             or r.get("weights", "bf16") != "bf16"
         ):
             continue

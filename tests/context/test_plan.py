@@ -416,7 +416,7 @@ def test_formula_agrees_with_the_steps_measured_on_a_card():
     path = Path(memory.__file__).parents[3] / "bench" / "results" / "train_step.json"
     compared = 0
     for record in json.loads(path.read_text(encoding="utf-8")):
-        if record["engine"] != "longreach" or record["case"] == "group rows" or not record["step_s"]:
+        if record["engine"] != "longreach" or record["case"] == "group rows" or not record.get("peak_bytes"):
             continue
         shape = models.shape_of(record["model"], record["layers"], tiny=False)
         step = work(shape, record["context"], record["completion"], record["group"])
@@ -426,7 +426,7 @@ def test_formula_agrees_with_the_steps_measured_on_a_card():
         # The benchmark has no optimizer.
         assert planned.gpu - planned.parts["optimizer states"] == pytest.approx(record["peak_bytes"], rel=0.10), record
         assert planned.above_weights == pytest.approx(record["above_weights_bytes"], rel=0.10), record
-        if record["repeats"]:  # a first step alone pins its host memory within the time
+        if record.get("repeats"):  # a first step alone pins its host memory within the time
             assert step_seconds(step, policy, CARDS["H200"]) == pytest.approx(record["step_s"], rel=0.25), record
         compared += 1
     assert compared >= 5
