@@ -42,6 +42,40 @@ def test_help_starts_fast_and_without_torch() -> None:
     assert min(times) < 1.0  # 0.2 s on an idle machine; the bound leaves room for a busy one
 
 
+@pytest.mark.parametrize(
+    ("arguments", "settings", "message"),
+    [
+        (["train"], "method: grpo\nmodell: zoo\n", "unknown key 'modell'; did you mean 'model'?"),
+        (["train"], "method: grpo\nlerning_rate: 1\n", "unknown key 'lerning_rate'; did you mean 'learning_rate'?"),
+        (
+            ["train"],
+            "method: grpo\nmodel: ./gone\nreward: zoo:log_facts\ndata: x.jsonl\n",
+            "model='./gone': no such folder",
+        ),
+        (["train"], "method: grpo\nmodel: zoo\nreward: gone.py:f\ndata: x.jsonl\n", "reward='gone.py:f': no such file"),
+        (["plan", "./gone"], None, "model='./gone': no such folder"),
+        (["plan", "zoo", "--gpu", "lots"], None, "--gpu 'lots': give a size"),
+        (["chat", "./gone"], None, "model='./gone': no such folder"),
+        (["export", "./gone"], None, "model='./gone': no such folder"),
+        (["audit", "gone.py:f"], None, "there is no file gone.py"),
+    ],
+)
+def test_wrong_input_is_said_before_anything_heavy_is_imported(
+    tmp_path: Path, arguments: list[str], settings: str | None, message: str
+) -> None:
+    if settings is not None:
+        (tmp_path / "run.yaml").write_text(settings, encoding="utf-8")
+        arguments = [*arguments, str(tmp_path / "run.yaml")]
+    code = (
+        "import sys; from longreach.cli import app\n"
+        f"try: app({arguments!r})\nexcept SystemExit as end: assert end.code == 2, end.code\n"
+        "heavy = {'torch', 'transformers', 'trl', 'peft', 'datasets'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and message in done.stderr, done.stderr
+
+
 def test_report_needs_no_torch_and_writes_where_told(tmp_path: Path) -> None:
     (tmp_path / "log.jsonl").write_text(
         json.dumps({"type": "header", "format": 1, "run": "r", "method": "grpo"}) + "\n", encoding="utf-8"

@@ -163,3 +163,21 @@ def test_values_become_what_the_field_declares() -> None:
 def test_values_of_the_wrong_kind_are_named(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build(Settings, values, "lora.")
+
+
+@pytest.mark.parametrize("method", ["grpo", "sft"])
+def test_names_read_from_the_source_are_those_of_the_classes(method: str) -> None:
+    from longreach.cli.fields import declared_names
+    from longreach.trainers.config import GRPOConfig, SFTConfig
+
+    found = declared_names(method)
+    assert found is not None and sorted(found) == sorted(field_names({"grpo": GRPOConfig, "sft": SFTConfig}[method]))
+
+
+def test_classes_elsewhere_are_imported_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+    from longreach.cli import fields
+
+    monkeypatch.setitem(fields.LINEAGE, "grpo", (("trl", "trainer/gone.py", "GRPOConfig"),))
+    assert fields.declared_names("grpo") is None
+    monkeypatch.setitem(fields.LINEAGE, "grpo", (("trl", "trainer/grpo_config.py", "Gone"),))
+    assert fields.declared_names("grpo") is None

@@ -119,6 +119,12 @@ def test_component_dominance() -> None:
             parts = {"right": [rng.gauss(0, 0.3) for _ in range(32)], "format": [rng.gauss(0, wide) for _ in range(32)]}
             monitor.observe(step, **rows, components=parts)
         assert kinds(monitor) == expected
+    assert "not right, which is named first" in monitor.alarms[0].message
+    led = Monitor()  # as it should be: what the first reward leaves undecided, a small price decides
+    for step in range(5):
+        parts = {"right": [1.0, 0.0] * 16, "price": [-0.01 * rng.randrange(1, 6) for _ in range(32)]}
+        led.observe(step, **step_of(rng), components=parts)
+    assert kinds(led) == set()
     single = Monitor()
     single.observe(0, **step_of(rng), components={"only": [1.0, 0.0] * 16})
     assert kinds(single) == set()

@@ -33,13 +33,14 @@ def chat(
     from longreach.cli.terminal import fail
 
     try:
+        place = _place(model)  # before the heavy imports: a wrong name is said at once
         from longreach.rollout import SamplingParams
 
         sampling = SamplingParams(
             temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,
             max_new_tokens=max_new_tokens,
         )  # fmt: skip
-        talk = Conversation(*_load(model, weights, device), sampling, seed, system)
+        talk = Conversation(*_load(place, weights, device), sampling, seed, system)
         if prompt is not None:
             talk.answer(prompt)
             return
@@ -49,17 +50,23 @@ def chat(
     _loop(talk)
 
 
-def _load(name: str, weights: str | None, device: str | None) -> tuple[Any, Any]:
-    """Model and tokenizer; of a run that has only checkpoints, the newest."""
+def _place(name: str) -> str:
+    """The folder, file or Hub id to load; of a run that has only checkpoints, the newest."""
     from longreach.cli.checkpoint import checkpoints
     from longreach.model_name import MODEL_FILES, model_place
 
-    folder = Path(model_place(name))  # before the heavy imports: a wrong name is said at once
-    if folder.is_dir() and not any(any(folder.glob(file)) for file in MODEL_FILES):
-        found = checkpoints(folder)
-        if not found:
-            raise ValueError(f"{name!r} holds no model, adapter or checkpoint; name a run's folder or a model")
-        name = str(found[-1])
+    place = model_place(name)
+    folder = Path(place)
+    if not folder.is_dir() or any(any(folder.glob(file)) for file in MODEL_FILES):
+        return place
+    found = checkpoints(folder)
+    if not found:
+        raise ValueError(f"{name!r} holds no model, adapter or checkpoint; name a run's folder or a model")
+    return str(found[-1])
+
+
+def _load(name: str, weights: str | None, device: str | None) -> tuple[Any, Any]:
+    """Model and tokenizer."""
     import longreach
     from longreach.cli.session import quiet_libraries
 

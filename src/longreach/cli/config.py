@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from longreach.cli.terminal import ConfigError
 from longreach.spelling import nearest
 
+METHODS = ("grpo", "sft")
 SECTIONS = ("method", "model", "reward", "data", "lora", "monitor", "training")
 
 # TRL's flat names -> (section, key); a section that is one value has the key None.
@@ -145,7 +146,7 @@ def parse(raw: dict[str, Any], fields: dict[str, list[str]]) -> TrainFile:
 
 def _method(raw: dict[str, Any]) -> str:
     method = raw.get("method")
-    if method not in ("grpo", "sft"):
+    if method not in METHODS:
         given = "method is missing" if method is None else f"method={method!r} is unknown"
         raise ConfigError(f"{given}; write method: grpo or method: sft")
     return method

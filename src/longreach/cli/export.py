@@ -56,11 +56,16 @@ def export(
 ) -> None:
     """Export a trained model, and prove it by loading it back."""
     from longreach.cli.terminal import console, fail
+    from longreach.model_name import model_place
 
     screen = console()
     target = out or Path(
         f"{run.rstrip('/').rpartition('/')[2] if not Path(run).is_dir() else run.rstrip('/')}-{format}"
     )
+    try:
+        model_place(run)  # before the heavy imports: a wrong name is said at once
+    except (ValueError, FileNotFoundError) as error:
+        fail(error)
     quiet()
     from longreach.exporting.errors import ExportError, MismatchError
     from longreach.exporting.pipeline import export as make

@@ -64,23 +64,24 @@ class Job:
 
 def prepare(path: Path, *, resume: bool = False, overwrite: bool = False) -> Job:
     """Read and check a config file, its data and its rewards. Raises ``ConfigError`` for the first thing wrong."""
+    from longreach.cli import fields
     from longreach.cli.checkpoint import resumable, step_of
-    from longreach.cli.config import parse, read_file
+    from longreach.cli.config import METHODS, parse, read_file
+    from longreach.cli.reward_file import load_reward, load_rewards, try_rewards
     from longreach.cli.terminal import ConfigError
 
-    raw = read_file(path)  # before the heavy imports: a wrong path is said at once
-    from longreach.cli import fields
-    from longreach.cli.data import load_data
-    from longreach.cli.reward_file import load_reward, load_rewards, try_rewards
-    from longreach.trainers.config import GRPOConfig, SFTConfig
-
-    classes: dict[str, type] = {"grpo": GRPOConfig, "sft": SFTConfig}
-    file = parse(raw, {name: fields.field_names(cls) for name, cls in classes.items()})
+    # Before the heavy imports, so that it is said at once: a wrong path, key, model or reward.
+    raw = read_file(path)
+    file = parse(
+        raw, {name: fields.declared_names(name) or fields.field_names(_config_class(name)) for name in METHODS}
+    )
     model = _model(file.model.name_or_path, path.parent)
     rewards = load_rewards(file.reward, path.parent)
+    from longreach.cli.data import load_data
+
     lora = _lora(file.lora)
     train, held_out = load_data(file.data, file.method, path.parent)
-    arguments = _arguments(classes[file.method], file, path, held_out=held_out is not None, resume=resume)
+    arguments = _arguments(_config_class(file.method), file, path, held_out=held_out is not None, resume=resume)
     shadow = load_reward(file.monitor.shadow, path.parent) if file.monitor.shadow is not None else None
     if rewards:
         graders = rewards if shadow is None else [*rewards, shadow]
@@ -100,6 +101,12 @@ def prepare(path: Path, *, resume: bool = False, overwrite: bool = False) -> Job
             f"max_steps={arguments.max_steps}; raise max_steps to go on with it"
         )
     return Job(path, file, model, arguments, lora, rewards, shadow, train, held_out, checkpoint)
+
+
+def _config_class(method: str) -> type:
+    from longreach.trainers.config import GRPOConfig, SFTConfig
+
+    return {"grpo": GRPOConfig, "sft": SFTConfig}[method]
 
 
 def _check_canary(column: str | None, train: Dataset) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..model_name import EMBEDDED, model_place, not_on_the_hub
+from ..model_name import EMBEDDED, EMBEDDED_FOLDER, model_place, not_on_the_hub
 
 # Families whose layers `fused.py` writes out by hand; all others run as Transformers' modules under autograd.
 FUSED = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "gpt_oss", "qwen3_moe")
@@ -160,7 +160,8 @@ class ModelShape:
         config = getattr(model_or_config, "config", model_or_config)
         if hasattr(config, "get_text_config"):
             config = config.get_text_config()
-        name = getattr(config, "_name_or_path", "") or ""
+        name = str(getattr(config, "_name_or_path", "") or "")
+        name = EMBEDDED if name == str(EMBEDDED_FOLDER) else name
         if hasattr(config, "to_dict"):
             config = config.to_dict()
         if not isinstance(config, Mapping):

@@ -56,7 +56,7 @@ class MonitorConfig:
     denials            refused system calls per 1,000 completions over the window
     duplicates         share of a step's paid completions whose text also answers another prompt
     distinct           mean share of distinct completions in a group, below which groups have collapsed
-    dominance          share of the reward's variance that one of several components carries
+    dominance          share of the reward's variance that a component other than the first carries; the first is meant to lead
     quarantined        share of a step's completions without a reward
     jump               reward change in standard deviations of the window that makes a change-point (needs a companion)
     window             steps, for everything that is averaged
@@ -169,7 +169,7 @@ class Monitor:
         """Look at one step's completions; returns the new alarms.
 
         rewards     the sum that is paid for each completion; None or NaN where quarantined
-        components  each reward function's own values
+        components  each reward function's own values; the one that counts most first
         canary      which rows are canaries: tasks that cannot be done honestly, whose reward has no weight in the loss
         results     full results of our own reward functions, for refused calls; optional
         columns     the dataset's columns of these rows, for the shadow reward
@@ -307,8 +307,9 @@ class Monitor:
         if total <= 0 or min(len(window.values) for window in self._components.values()) < 32:
             return
         name, value = max(spread.items(), key=lambda item: item[1])
-        if value / total > self.config.dominance:
-            message = f"{name} carries {value / total:.0%} of the reward's variance"
+        first = next(iter(spread))  # where it leads, small prices and bonuses beside it only decide between equals
+        if name != first and value / total > self.config.dominance:
+            message = f"{name} carries {value / total:.0%} of the reward's variance, not {first}, which is named first"
             self._alarm(step, "component_dominance", message, value / total)
 
     def _jumps(self, step: int, texts: Sequence[str], paid: Sequence[float | None]) -> None:
