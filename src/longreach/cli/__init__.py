@@ -32,7 +32,8 @@ def _show_version(value: bool) -> None:
 def _options(
     version: bool = typer.Option(False, "--version", callback=_show_version, is_eager=True, help="Show the version."),
 ) -> None:
-    # bitsandbytes, where it is installed, warns about a kernel of its own that nothing here uses.
+    # bitsandbytes, where it is installed, warns about a kernel of its own that nothing here uses. In a command the loggers are
+    # ours to set; in a library they are its user's.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 

@@ -28,10 +28,14 @@ class Outcome:
 
 
 def quiet_libraries() -> None:
-    """Switch off the progress bars of Transformers and Datasets, which would run through the run's own display."""
+    """Switch off what would run through the run's own display: progress bars of Transformers and Datasets, and a notice that is
+    for TRL's authors."""
+    import warnings
+
     import datasets
     import transformers
 
+    warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
     transformers.utils.logging.disable_progress_bar()
     datasets.disable_progress_bars()
 
