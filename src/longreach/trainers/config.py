@@ -79,6 +79,9 @@ class GRPOConfig(trl.GRPOConfig):
             continuous-batching modes take precedence over all.
         rollout_rows: completions that the engine decodes at a time; None: what its plan says.
         rollout_memory: "keep" the engine's keys, values and graphs between rollouts, or "release" them to the training step.
+        reuse_prefill: the training step takes its prompts' forward from the rollout's prefill, which is exact while the weights
+            are the same: with `steps_per_generation` up to `gradient_accumulation_steps`, in the first iteration. None: where it
+            is exact and the plan has room for the prompts' layer inputs; True: or an error; False: prompts are computed again.
         rollout_correction: TRL's importance-sampling correction (its `vllm_importance_sampling_*` fields) with the engine's
             log-probs; costs one more forward per batch. The engine computes on the weights that train, so off by default.
 
@@ -103,6 +106,9 @@ class GRPOConfig(trl.GRPOConfig):
         None, "Completions decoded at a time by the rollout engine; None: its plan."
     )
     rollout_memory: str = _engine_field("keep", "Between rollouts, the engine's memory: 'keep' it or 'release' it.")
+    reuse_prefill: bool | None = _engine_field(
+        None, "Train on the rollout's prefill while weights are the same: None where it fits by plan, True or False."
+    )
     rollout_correction: bool = _engine_field(False, "Weigh tokens by the trainer/sampler ratio, as TRL does for vLLM.")
 
     def __new__(cls, *args: Any, **kwargs: Any) -> GRPOConfig:
@@ -118,6 +124,10 @@ class GRPOConfig(trl.GRPOConfig):
         _check_choice("rollout_memory", self.rollout_memory, ROLLOUT_MEMORY)
         if not isinstance(self.rollout_correction, bool):
             raise ValueError(f"rollout_correction={self.rollout_correction!r} is not a truth value; use True or False")
+        if self.reuse_prefill not in (None, True, False):
+            raise ValueError(f"reuse_prefill={self.reuse_prefill!r} is not known; use None, True or False")
+        if self.reuse_prefill and (reason := reuse_obstacle(self)) is not None:
+            raise ValueError(f"reuse_prefill=True: {reason}")
         if self.rollout_rows is not None:
             self.rollout_rows = _positive("rollout_rows", self.rollout_rows, also="None")
         if self.max_length is not None:
@@ -175,6 +185,23 @@ class SFTConfig(trl.SFTConfig):
         if self.max_length is not None:
             self.max_length = _positive("max_length", self.max_length)
         _check_release(self, accumulation=self.gradient_accumulation_steps)
+
+
+def reuse_obstacle(config: GRPOConfig) -> str | None:
+    """What in a configuration rules out that a training step takes its prompts from the rollout's prefill."""
+    generation, step = config.steps_per_generation or 1, config.gradient_accumulation_steps
+    if config.rollout == "transformers" or config.use_vllm:
+        return "the rollout engine does not draw the completions (rollout, use_vllm)"
+    if generation > step:
+        return (
+            f"the weights change while a generation is trained on: steps_per_generation={generation} is more than "
+            f"gradient_accumulation_steps={step}"
+        )
+    if config.max_length is None:
+        return "max_length=None leaves no plan of the memory that it takes"
+    if config.keep_every not in ("auto", 1):
+        return f"keep_every={config.keep_every} keeps only some layers' inputs"
+    return None
 
 
 def check_engine_fields(config: GRPOConfig | SFTConfig) -> None:

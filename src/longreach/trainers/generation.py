@@ -17,6 +17,7 @@ from torch import nn
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 from ..context.install import causal_lm
+from ..context.reuse import Prefill
 from ..rollout import RolloutOptions, SamplingParams
 from ..rollout.completion import requests_of, rollout_engine
 from ..rollout.support import obstacle
@@ -82,6 +83,7 @@ def generate_by_engine(
     seed: int,
     tokenizer: Any,
     rows: int | None = None,
+    keep: Prefill | None = None,
 ) -> tuple[list[list[int]], list[list[float]]]:
     """One completion per prompt and the log-probs of its tokens.
 
@@ -94,13 +96,14 @@ def generate_by_engine(
         seed: of this call; row i is drawn with numbers that depend on (seed, i) alone.
         tokenizer: for stop strings.
         rows: completions decoded at a time, or None for the plan's choice.
+        keep: what a training step on the same weights can use of the prompts' computation goes there.
     """
     params = sampling_of(config)
     limit = getattr(causal_lm(model).config.get_text_config(), "max_position_embeddings", None)
     each = [_up_to(params, limit, len(ids)) for ids in prompt_ids]
     engine = rollout_engine(model, RolloutOptions(rows=rows), tokenizer)
     requests = requests_of(model, prompt_ids, each, 1, seed, tokenizer)
-    engine.run(requests)
+    engine.run(requests, keep=keep)
     return [r.ids for r in requests], [r.logprobs for r in requests]
 
 

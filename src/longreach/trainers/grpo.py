@@ -121,6 +121,7 @@ class GRPOTrainer(Planned, Stepping, Rollouts):
         enable_engine(self.model, args, options)
         if self.ref_model is not None:
             enable_engine(self.accelerator.unwrap_model(self.ref_model), args, options, parity_check=False)
+        self._settle_reuse(args, self.plan)
         self._prepare_stepping()
 
     # ---- generation, rewards, batches
@@ -140,6 +141,7 @@ class GRPOTrainer(Planned, Stepping, Rollouts):
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         self._quarantined = None
+        self._begin_generation()
         batch = super()._generate_and_score_completions(inputs)
         longest = int((batch["prompt_mask"].sum(1) + batch["completion_mask"].sum(1)).max())
         if self.args.max_length is not None and longest > self.args.max_length:

@@ -15,6 +15,7 @@ from torch import Tensor
 from trl.trainer.utils import split_tensor_dict
 
 from ..context.logprob import score
+from ..context.reuse import Prefill
 from ..context.tree import TokenTree
 from .rows import padded_rows, tree_of_rows, without_gradient
 
@@ -73,6 +74,7 @@ class TreeLoss(trl.GRPOTrainer):
         entropy: bool,
         router_loss: bool,
         keep: list[bool] | None = None,
+        prefill: Prefill | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """One forward over the kept rows; zeros in the others."""
         batch = len(ids_BS)
@@ -82,7 +84,15 @@ class TreeLoss(trl.GRPOTrainer):
             none = zeros_BC.sum() if router_loss else None
             return self._no_rows(model, zeros_BC), zeros_BC if entropy else None, none
         with self._head_autocast():
-            scores = score(model, picked.tree, temperature=self.temperature, entropy=entropy, router_loss=router_loss)
+            scores = score(
+                model,
+                picked.tree,
+                temperature=self.temperature,
+                entropy=entropy,
+                router_loss=router_loss,
+                prefill=prefill,
+            )
+        self._note_reused(scores.reused)
         logps_BC = padded_rows(scores.logprobs, picked.rows, batch, width)
         entropies_BC = None
         if scores.entropies is not None:
@@ -115,8 +125,9 @@ class TreeLoss(trl.GRPOTrainer):
         _require_text(inputs)
         skip_B = self._rows_without_gradient(inputs)
         logps, entropies, router = self._score(
-            model, ids_BS, mask_BS, width, entropy=True, router_loss=self.aux_loss_enabled, keep=(~skip_B).tolist()
-        )
+            model, ids_BS, mask_BS, width, entropy=True, router_loss=self.aux_loss_enabled, keep=(~skip_B).tolist(),
+            prefill=self._take_prefill(),
+        )  # fmt: skip
         self._note_difference(logps, inputs)
         if bool(skip_B.any()):
             logps, entropies = self._fill_skipped(logps, entropies, skip_B, inputs)
@@ -137,6 +148,12 @@ class TreeLoss(trl.GRPOTrainer):
 
     def _note_difference(self, logps_BC: Tensor, inputs: dict[str, Any]) -> None:
         """For subclasses: the trainer's log-probs of a micro-batch, before skipped rows are filled in."""
+
+    def _take_prefill(self) -> Prefill | None:
+        """For subclasses: what the rollout has computed of this micro-batch's prompts on the weights as they are."""
+
+    def _note_reused(self, tokens: int) -> None:
+        """For subclasses: how many tokens of a tree's prompts were not computed again."""
 
     @contextlib.contextmanager
     def _micro_batches_of_user(self) -> Iterator[Callable[[bool], None]]:
