@@ -19,7 +19,6 @@ from longreach.rollout.fused_step import FusedStep
 from longreach.rollout.module_step import ModuleStep
 
 from ..exactness.models import CONFIGS, HYBRID, build
-from ..trainers import tiny
 
 FUSED = ("gemma3", "gpt_oss", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 TRAINED_EXPERTS = ("gpt_oss", "qwen3_moe")  # of the models without LoRA here: their modules run
@@ -266,20 +265,6 @@ def test_prompts_go_to_the_host_when_one_would_not_fit():
     room = rollout_engine(model).state.pool.nbytes
     got = generate(model, prompts, sampling=GREEDY, options=RolloutOptions(page=16, kv_bytes=int(room * 0.7)))
     assert rollout_engine(model).state.limits.host_prompts and got[0].ids == want[0].ids
-
-
-def test_thousands_of_requests_through_a_tiny_model():
-    model = tiny.model(hidden_size=16, intermediate_size=16, num_hidden_layers=1, head_dim=8)
-    draw = torch.Generator().manual_seed(0)
-    lengths = torch.randint(1, 24, (1500,), generator=draw).tolist()
-    prompts = [p[:n] for p, n in zip(prompts_of([24] * 1500), lengths)]
-    sampling = [SamplingParams(max_new_tokens=1 + n % 5, stop_ids=(7,), seed=i) for i, n in enumerate(lengths)]
-    out = generate(model, prompts, sampling=sampling, options=RolloutOptions(rows=64, page=16))
-    assert len(out) == 1500
-    for completion, params in zip(out, sampling):
-        ids = completion.ids
-        assert 1 <= len(ids) == len(completion.logprobs) <= params.max_new_tokens and 7 not in ids[:-1]
-        assert completion.finish_reason == ("stop" if ids[-1] == 7 else "length")
 
 
 def test_cancelling_by_callback():
