@@ -124,7 +124,7 @@ class GRPOConfig(trl.GRPOConfig):
         _check_choice("rollout_memory", self.rollout_memory, ROLLOUT_MEMORY)
         if not isinstance(self.rollout_correction, bool):
             raise ValueError(f"rollout_correction={self.rollout_correction!r} is not a truth value; use True or False")
-        if self.reuse_prefill not in (None, True, False):
+        if not (self.reuse_prefill is None or isinstance(self.reuse_prefill, bool)):
             raise ValueError(f"reuse_prefill={self.reuse_prefill!r} is not known; use None, True or False")
         if self.reuse_prefill and (reason := reuse_obstacle(self)) is not None:
             raise ValueError(f"reuse_prefill=True: {reason}")
