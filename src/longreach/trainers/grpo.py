@@ -50,7 +50,8 @@ class GRPOTrainer(Planned, Stepping, Rollouts):
       loss like TRL masks truncated completions.
 
     Extra metrics: `skipped/rows` and `skipped/groups` (fraction, number per micro-batch), `quarantined` (fraction),
-    `prompts/truncated` (number per generation); with fp16 `overflow_steps` (number so far).
+    `prompts/truncated` (number per generation), `prefill/reused_tokens` (prompt tokens per micro-batch whose forward was the
+    rollout's prefill); with fp16 `overflow_steps` (number so far).
 
     Raises:
         ValueError: bad data, before any long work: an empty dataset, no `prompt` column, a prompt longer than

@@ -137,6 +137,9 @@ class Rollouts(TreeLoss):
         if reason is None and plan is not None:
             reason, level = self._no_reuse(plan), logging.WARNING
         if reason is None:
+            logger.info(
+                "training steps take their prompts from the rollout's prefill, kept on the %s", self._reuse_place
+            )
             return
         if args.reuse_prefill:
             raise ValueError(f"reuse_prefill=True: {reason}; set it to None or False to compute prompts again")
