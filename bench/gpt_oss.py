@@ -40,6 +40,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.set_defaults(model="gpt-oss-20b", layers=24, out=measure.RESULTS / "gpt_oss.json", repeats=3)
     parser.add_argument("--weights", default="bf16", choices=("bf16", "mxfp4"))
     parser.add_argument("--rank", type=int, default=models.RANK, help="of all adapters (default: 32)")
+    parser.add_argument(
+        "--lora-dtype", default="fp32", choices=("fp32", "bf16"), help="of adapters and their gradients"
+    )
     parser.add_argument("--embedding", default=None, choices=("int8",), help="embedding and head in 8 bits")
     parser.add_argument("--chunk", type=int, default=None)
     parser.add_argument("--offload", default="auto")
@@ -53,7 +56,7 @@ def main(argv: list[str] | None = None) -> None:
     model = build(options, max([*options.lengths, *options.stock_lengths, 1024]))
     if options.embedding:
         store_in_8_bits(model)
-    model = adapt(model, options.rank)
+    model = adapt(model, options.rank, options.lora_dtype == "fp32")
     bench = Bench(options, model)
     for length in options.lengths:
         bench.ours(length)
@@ -104,15 +107,16 @@ def build(options: Any, positions: int) -> Any:
     return model.train()
 
 
-def adapt(model: Any, rank: int) -> Any:
-    """LoRA on every linear layer of attention and of the experts; both matrices random, so that every gradient is alive."""
+def adapt(model: Any, rank: int, wide: bool = True) -> Any:
+    """LoRA on every linear layer of attention and of the experts; both matrices random, so that every gradient is alive;
+    in fp32 if `wide`, else in the model's bf16."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(1)
     config = LoraConfig(
         r=rank, lora_alpha=2 * rank, target_modules=ATTENTION, target_parameters=EXPERTS, task_type="CAUSAL_LM"
     )
-    model = get_peft_model(model, config)
+    model = get_peft_model(model, config, autocast_adapter_dtype=wide)
     for name, p in model.named_parameters():
         if "lora_B" in name:
             p.data.normal_(0, 0.002)
@@ -186,17 +190,19 @@ class Bench:
         except torch.OutOfMemoryError as error:
             torch.cuda.empty_cache()
             return {"step_s": None, "error": str(error).split(". ")[0]}
-        forward, backward = (statistics.median(step[i] for step in steps[1:]) for i in (0, 1))
+        timed = steps[1:] or steps  # --repeats 0: a first step alone, for its memory
+        forward, backward = (statistics.median(step[i] for step in timed) for i in (0, 1))
         return {
             "first_step_s": sum(steps[0]), "forward_s": forward, "backward_s": backward,
-            "step_s": statistics.median(sum(step) for step in steps[1:]), "repeats": self.options.repeats,
+            "step_s": statistics.median(sum(step) for step in timed), "repeats": self.options.repeats,
             "loaded_bytes": self.loaded, "peak_bytes": peak or None,
             "above_weights_bytes": peak - self.loaded if peak and self.loaded else None,
         }  # fmt: skip
 
     def note(self, engine: str, context: int, found: dict[str, Any], **more: Any) -> None:
         options = self.options
-        case = f"{options.weights} r={options.rank}" + (" int8 embedding" if options.embedding else "")
+        case = f"{options.weights} r={options.rank}"
+        case += " bf16 adapters" * (options.lora_dtype == "bf16") + " int8 embedding" * bool(options.embedding)
         entry = {
             "engine": engine, "case": case, "model": "gpt-oss-20b",
             "layers": options.layers, "dtype": "bf16", "context": context, "completion": self.completion(context), "group": 1,

@@ -29,6 +29,8 @@ from longreach.loading import PASSED_ON
         ({"max_length": 1}, ValueError, r"max_length=1: a prompt and a completion need"),
         ({"lora": 0}, ValueError, r"lora=0: give a peft.LoraConfig, a rank"),
         ({"embedding": "int4"}, ValueError, r"embedding='int4': choose 'int8'"),
+        ({"lora_dtype": "bf16"}, ValueError, r"lora_dtype='bf16', lora=None: choose 'bf16' or 'fp16' with lora"),
+        ({"lora": 4, "lora_dtype": "int8"}, ValueError, r"lora_dtype='int8', lora=4: choose"),
     ],
 )
 def test_wrong_arguments_are_named(arguments, error, message, monkeypatch) -> None:
@@ -43,6 +45,12 @@ def test_wrong_arguments_are_named(arguments, error, message, monkeypatch) -> No
 def test_a_dtype_may_be_given_in_any_of_its_forms(dtype) -> None:
     model, _ = longreach.load("zoo", dtype=dtype, device="cpu", parity_check=False, attn_implementation="eager")
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(("asked", "found"), [(None, torch.float32), ("bf16", torch.bfloat16)])
+def test_adapters_have_the_dtype_asked_for(asked, found) -> None:
+    model, _ = longreach.load("zoo", weights="bf16", lora=4, lora_dtype=asked, device="cpu", parity_check=False)
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {found}
 
 
 def test_what_is_passed_on_is_what_transformers_takes() -> None:

@@ -32,6 +32,7 @@ def load(
     *,
     weights: str | None = None,
     lora: Any = None,
+    lora_dtype: str | None = None,
     max_length: int | None = None,
     device: str | torch.device | None = None,
     embedding: str | None = None,
@@ -47,6 +48,8 @@ def load(
             (what stays in 16 bits has the checkpoint's dtype, or that of `dtype=`); None for what the checkpoint stores.
         lora: a peft.LoraConfig, a rank (LoRA on all linear layers but the head, experts included, alpha twice the rank), or
             None for no adapter.
+        lora_dtype: "bf16" or "fp16" to keep a new adapter, and with it its gradients and optimizer states, in 16 bits; None for
+            PEFT's choice, fp32 on a model in half precision.
         max_length: the longest sequence you will train on, tokens; checked against the model's positions.
         device: e.g. "cuda", "cpu"; None takes the GPU if there is one.
         embedding: "int8" stores embedding and head in 8 bits, frozen; the logits change slightly. None leaves them.
@@ -57,7 +60,7 @@ def load(
         (model, tokenizer); the model is a PeftModel if `lora` is given.
 
     Raises:
-        ValueError: an unknown `weights` or `embedding`, a `lora` of another type, a `max_length` beyond the model's
+        ValueError: an unknown `weights`, `embedding` or `lora_dtype`, a `lora` of another type, a `max_length` beyond the model's
             positions, weights beyond the range of fp16, or a checkpoint whose quantization can't be read or does not fit
             `weights`.
         FormatError: a 4-bit checkpoint that is cut off or does not fit the model; it names the tensor.
@@ -76,6 +79,10 @@ def load(
     kwargs = _checked_kwargs(kwargs)
     if embedding not in (None, "int8"):
         raise ValueError(f"embedding={embedding!r}: choose 'int8', or None to leave embedding and head as they are")
+    if lora_dtype not in (None, "bf16", "fp16") or (lora_dtype and lora is None):
+        raise ValueError(
+            f"lora_dtype={lora_dtype!r}, lora={lora!r}: choose 'bf16' or 'fp16' with lora, or None for PEFT's choice"
+        )
     place = device_of(device)
     adapter = lora_config(lora)
     trusted = {k: v for k, v in kwargs.items() if k in ("trust_remote_code", "revision", "token")}
@@ -107,6 +114,10 @@ def load(
         if not isinstance(lora, type(adapter)):
             adapter.target_parameters = expert_parameters(model) or None
         model = get_peft_model(model, adapter)
+        if lora_dtype is not None:
+            in_dtype = WEIGHTS[lora_dtype]
+            for p in (p for p in model.parameters() if p.requires_grad):
+                p.data = p.data.to(in_dtype)
     enable(model, parity_check=parity_check)
     return model, tokenizer
 
