@@ -42,11 +42,10 @@ def main(argv: list[str] | None = None) -> None:
         options.cases = [
             (prompts, prompt // 64, max(new // 64, 4), group) for prompts, prompt, new, group in options.cases
         ]
+    shape = models.shape_of(options.model, options.layers, options.tiny or options.small)
+    model = made(options, shape, max(prompt + completion for _, prompt, completion, _ in options.cases))
     for case in options.cases:
-        gc.collect()
-        if options.device == "cuda":
-            torch.cuda.empty_cache()
-        Case(options, *case).run()
+        Case(options, shape, model, *case).run()
 
 
 def cases(text: str) -> list[tuple[int, int, int, int]]:
@@ -57,14 +56,29 @@ def cases(text: str) -> list[tuple[int, int, int, int]]:
     return [tuple(int(n or 1) for n in match.groups()) for match in found if match]  # type: ignore[misc]
 
 
-class Case:
-    """One case on a model of its own."""
+def made(options: Any, shape: Any, positions: int) -> Any:
+    """The model with its adapter."""
+    if not options.small:
+        dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
+        return models.adapt(models.build(shape, positions, options.device, dtype=dtype))
+    from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    def __init__(self, options: Any, prompts: int, prompt: int, completion: int, group: int) -> None:
-        self.options, self.device = options, options.device
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        hidden_size=512, intermediate_size=1536, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4,
+        head_dim=64, vocab_size=4096, max_position_embeddings=positions + 64,
+    )  # fmt: skip
+    return models.adapt(Qwen3ForCausalLM(config).train())
+
+
+class Case:
+    """One case, on the model that all share."""
+
+    def __init__(
+        self, options: Any, shape: Any, model: Any, prompts: int, prompt: int, completion: int, group: int
+    ) -> None:
+        self.options, self.shape, self.model, self.device = options, shape, model, options.device
         self.size = {"prompts": prompts, "prompt": prompt, "completion": completion, "group": group}
-        self.shape = models.shape_of(options.model, options.layers, options.tiny or options.small)
-        self.model: Any = self.made(prompt + completion)
         plan = longreach.plan(
             self.model, context=prompt + completion, completion=completion, group=group, lora=models.RANK,
             weights="bf16" if self.device == "cuda" else "fp32", offload=options.offload,
@@ -77,19 +91,6 @@ class Case:
             [models.token_ids(completion, vocabulary, seed=1000 + i * group + g) for g in range(group)]
             for i in range(prompts)
         ]
-
-    def made(self, positions: int) -> Any:
-        if not self.options.small:
-            dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
-            return models.adapt(models.build(self.shape, positions, self.device, dtype=dtype))
-        from transformers import Qwen3Config, Qwen3ForCausalLM
-
-        torch.manual_seed(0)
-        config = Qwen3Config(
-            hidden_size=512, intermediate_size=1536, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4,
-            head_dim=64, vocab_size=4096, max_position_embeddings=positions + 64,
-        )  # fmt: skip
-        return models.adapt(Qwen3ForCausalLM(config).train())
 
     def rollout(self, keep: Prefill | None) -> float:
         """Seconds of the prefill and two tokens."""
