@@ -1,7 +1,7 @@
 """Speed of each attention backend, forward and backward, on the shapes of long-context training.
 
-    python bench/attention.py             # about two minutes on an H200
-    python bench/attention.py --quick     # a quarter of the lengths
+    python -m bench.attention             # about two minutes on an H200
+    python -m bench.attention --quick     # a quarter of the lengths
 
 Random normal data in bf16. TFLOP/s count two multiplications of each visible (query, key) pair in the forward and five in
 the backward, as is usual; the backward recomputes nothing else. Each figure is the median of five calls after two. "first
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from machine import describe
+from bench.machine import describe
 
 from longreach.attention import AttentionSpec, BlockCall, KeyValues, attention_backward, attention_forward
 from longreach.attention.aten_cuda import CudnnAttention, EfficientAttention, FlashAttention2

@@ -37,10 +37,9 @@ def kernels(result: Any) -> list[str]:
     if not result:
         return []
     machine = result["machine"]
-    text = f"Microseconds on {machine['card']} (commit {machine['commit']}, torch {machine['torch']}, "
-    text += (
-        f"Triton {machine['triton']}); `bench/kernels.py`. Plain PyTorch is the reference of the same op, step by step."
-    )
+    versions = machine["versions"]
+    text = f"Microseconds on {machine['card']} (commit {machine['commit']}, torch {versions['torch']}, Triton "
+    text += f"{versions['triton']}); `bench/kernels.py`. Plain PyTorch is the reference of the same op, step by step."
     rows = [
         [r["op"], f"{r['microseconds']:.0f}", f"{r['gb_per_s']:,.0f}", f"{r['pytorch_microseconds']:,.0f}",
          f"{r['pytorch_microseconds'] / r['microseconds']:.0f}×"]

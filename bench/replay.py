@@ -110,8 +110,6 @@ class LeanKernels:
 
     def apply_sink(self, out, lse, sinks) -> None: ...
 
-    def add_rows(self, dst, src) -> None: ...
-
     def row_logprob(self, logits, labels, temperature=1.0, softcap=None, want_entropy=False):
         found = [logits.new_empty(len(logits), dtype=torch.float32) for _ in range(3)]
         return found[0], found[1], found[2] if want_entropy else None

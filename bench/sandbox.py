@@ -1,6 +1,6 @@
 """What a sandboxed completion costs: time per completion and completions per second, for each tier, with and without NumPy.
 
-python bench/sandbox.py [--completions 600] [--out bench/results/sandbox.json]
+python -m bench.sandbox [--completions 600] [--out bench/results/sandbox.json]
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from machine import describe
+from bench.machine import describe
 
 from longreach.rewards.sandbox import IsolationError, Sandbox
 

@@ -1,6 +1,6 @@
 """How honest the speed reward's clock is: the baseline against itself, and a kernel that is faster by construction.
 
-    python bench/speed_reward.py [--repeats 500] [--hogs 3] [--out bench/results/speed_reward.json]
+    python -m bench.speed_reward [--repeats 500] [--hogs 3] [--out bench/results/speed_reward.json]
 
 With hogs, so many processes burn CPU on all cores while it measures. Rows of other numbers of hogs are kept.
 """
@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from machine import describe
+from bench.machine import describe
 
 from longreach.rewards.recipes import PYTHON_MATMUL, SpeedRecipe
 from longreach.rewards.speed import SpeedReward, TimingPlan, speed_reward

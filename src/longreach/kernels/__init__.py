@@ -8,8 +8,8 @@ same bits.
 from .experts import Gating, Routing, combine_rows, expert_swiglu, expert_swiglu_backward, gather_rows, route
 from .grouped import add_low_rank, grouped_mm, grouped_outer
 from .logprob import row_logprob, row_logprob_backward
-from .merge import add_rows, apply_sink, merge_blocks
-from .norm import add_rms_norm, rms_norm, rms_norm_backward
+from .merge import apply_sink, merge_blocks
+from .norm import rms_norm, rms_norm_backward
 from .rope import qk_norm_rope, qk_norm_rope_backward
 from .swiglu import swiglu, swiglu_backward
 
@@ -17,8 +17,6 @@ __all__ = [
     "Gating",
     "Routing",
     "add_low_rank",
-    "add_rms_norm",
-    "add_rows",
     "apply_sink",
     "combine_rows",
     "expert_swiglu",

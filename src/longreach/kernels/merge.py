@@ -1,6 +1,6 @@
-"""Joining attention partials through their log-sum-exp, and adding partial gradients.
+"""Joining attention partials through their log-sum-exp.
 
-Shape suffixes: C query rows, H heads, D head size, N rows.
+Shape suffixes: C query rows, H heads, D head size.
 """
 
 from __future__ import annotations
@@ -38,19 +38,6 @@ def apply_sink(out_CHD: Tensor, lse_HC: Tensor, sinks_H: Tensor) -> None:
     check_shape("apply_sink", "sinks", sinks_H, out_CHD.shape[1:2], "out")
     check_rows("apply_sink", out=out_CHD, sinks=sinks_H)
     implementation(out_CHD, "merge").apply_sink(out_CHD, lse_HC, sinks_H)
-
-
-def add_rows(dst: Tensor, src: Tensor) -> None:
-    """dst += src, in dst's dtype: sums of key and value gradients in fp32 from half-precision parts.
-
-    Args:
-        dst, src: [N, ...] with dense rows, any stride along N.
-    """
-    check_shape("add_rows", "src", src, dst.shape, "dst")
-    for name, x in (("dst", dst), ("src", src)):
-        if len(x) and not x[0].is_contiguous():
-            raise ValueError(f"add_rows: a row of {name} has strides {x.stride()[1:]}; each row must be contiguous")
-    implementation(dst, "merge").add_rows(dst, src)
 
 
 def _check(op: str, out_CHD: Tensor, lse_HC: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""RMS norm, with the residual addition before it and the residual gradient after it fused in.
+"""RMS norm, with the residual gradient after it fused in.
 
 Shape suffixes: T tokens, H hidden size.
 """
@@ -31,18 +31,6 @@ def rms_norm(
     return implementation(x_TH, "norm").rms_norm(x_TH, weight_H, eps, unit_offset=unit_offset, out=out)
 
 
-def add_rms_norm(
-    x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float, *, unit_offset: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
-    """x + residual, rounded to x's dtype, and the RMS norm of that.
-
-    Returns:
-        sum [T, H], y [T, H], both in x's dtype; rstd [T] of the sum.
-    """
-    _check("add_rms_norm", x_TH, weight_H, residual=residual_TH)
-    return implementation(x_TH, "norm").add_rms_norm(x_TH, residual_TH, weight_H, eps, unit_offset=unit_offset)
-
-
 def rms_norm_backward(
     dy_TH: Tensor,
     x_TH: Tensor,
@@ -58,7 +46,7 @@ def rms_norm_backward(
 
     Args:
         dy_TH: gradient of y.
-        x_TH, weight_H, rstd_T: what the forward took and returned (after `add_rms_norm`, x is the sum).
+        x_TH, weight_H, rstd_T: what the forward took and returned.
         add: gradient [T, H] that reaches x past the norm (the residual branch); it joins in fp32 before the one rounding.
         need_dweight: also return the weight's gradient, summed in a fixed order.
         out: where dx goes; by default over `add`, or into a new tensor when there is no `add`. May be dy or x.

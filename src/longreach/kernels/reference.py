@@ -42,13 +42,6 @@ def rms_norm(
     return _put(out, y.to(dtype)), rstd_T
 
 
-def add_rms_norm(
-    x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float, *, unit_offset: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
-    sum_TH = (wide(x_TH) + wide(residual_TH)).to(x_TH.dtype)
-    return sum_TH, *rms_norm(sum_TH, weight_H, eps, unit_offset=unit_offset)
-
-
 def rms_norm_backward(
     dy_TH: Tensor,
     x_TH: Tensor,
@@ -203,10 +196,6 @@ def apply_sink(out_CHD: Tensor, lse_HC: Tensor, sinks_H: Tensor) -> None:
 def _weight(lse_HC: Tensor, merged_HC: Tensor) -> Tensor:
     """exp(lse - merged) as [C, H, 1]. Where both are -inf, no key at all seen, it is NaN, which `> 0` takes out as well."""
     return torch.exp(lse_HC - merged_HC).transpose(0, 1)[..., None]
-
-
-def add_rows(dst: Tensor, src: Tensor) -> None:
-    dst.add_(src)
 
 
 # --- logprob ------------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Merging attention partials in Triton: a program takes a few rows of one head, so that lse is read in whole lines.
 
-Shape suffixes: C query rows, H heads, D head size, N rows, W width of a row.
+Shape suffixes: C query rows, H heads, D head size.
 """
 
 from __future__ import annotations
@@ -73,18 +73,6 @@ def _sink_kernel(
     tl.store(at_lse, merged, mask=inside)
 
 
-@triton.jit
-def _add_kernel(dst_ptr, src_ptr, dst_row, src_row, W: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
-    program = tl.program_id(0)
-    row = (program // BLOCKS).to(tl.int64)
-    col = (program % BLOCKS) * BLOCK + tl.arange(0, BLOCK)
-    mask = col < W
-    at = dst_ptr + row * dst_row + col
-    total = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    total += tl.load(src_ptr + row * src_row + col, mask=mask, other=0.0).to(tl.float32)
-    tl.store(at, total.to(dst_ptr.dtype.element_ty), mask=mask)
-
-
 def _shape(out_CHD: Tensor) -> tuple[tuple[int, ...], dict[str, int]]:
     C, H, D = out_CHD.shape
     block_d = padded(D)
@@ -104,13 +92,3 @@ def merge_blocks(out_a_CHD: Tensor, lse_a_HC: Tensor, out_b_CHD: Tensor, lse_b_H
 def apply_sink(out_CHD: Tensor, lse_HC: Tensor, sinks_H: Tensor) -> None:
     grid, sizes = _shape(out_CHD)
     launch(_sink_kernel, grid, out_CHD, lse_HC, sinks_H, *out_CHD.stride()[:2], *lse_HC.stride(), len(out_CHD), **sizes)
-
-
-def add_rows(dst: Tensor, src: Tensor) -> None:
-    N, width = len(dst), dst[:1].numel()
-    block = min(ELEMENTS // 2, padded(width))
-    blocks = parts(width, block)
-    launch(
-        _add_kernel, (N * blocks,), dst, src, dst.stride(0), src.stride(0),
-        W=width, BLOCKS=blocks, BLOCK=block, num_warps=warps(block, EACH),
-    )  # fmt: skip

@@ -23,18 +23,14 @@ ROWS = 4
 @triton.jit
 def _forward_kernel(
     x_ptr,
-    residual_ptr,
     weight_ptr,
-    sum_ptr,
     y_ptr,
     rstd_ptr,
     x_stride,
-    residual_stride,
     y_stride,
     eps,
     H: tl.constexpr,
     BLOCK: tl.constexpr,
-    ADD: tl.constexpr,
     UNIT_OFFSET: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -42,11 +38,6 @@ def _forward_kernel(
     mask = col < H
     dtype = y_ptr.dtype.element_ty
     x = tl.load(x_ptr + row * x_stride + col, mask=mask, other=0.0).to(tl.float32)
-    if ADD:
-        x += tl.load(residual_ptr + row * residual_stride + col, mask=mask, other=0.0).to(tl.float32)
-        rounded = x.to(dtype)
-        tl.store(sum_ptr + row * H + col, rounded, mask=mask)
-        x = rounded.to(tl.float32)
     weight = tl.load(weight_ptr + col, mask=mask, other=0.0).to(tl.float32)
     rstd = tl.rsqrt(tl.sum(x * x, 0) / H + eps)
     tl.store(rstd_ptr + row, rstd)
@@ -110,30 +101,14 @@ def rms_norm(
     x_TH: Tensor, weight_H: Tensor, eps: float, *, unit_offset: bool = False, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     y_TH = torch.empty(x_TH.shape, dtype=x_TH.dtype, device=x_TH.device) if out is None else out
-    rstd_T = _forward(x_TH, None, weight_H, None, y_TH, eps, unit_offset)
-    return y_TH, rstd_T
-
-
-def add_rms_norm(
-    x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float, *, unit_offset: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
-    sum_TH = torch.empty(x_TH.shape, dtype=x_TH.dtype, device=x_TH.device)
-    y_TH = torch.empty_like(sum_TH)
-    rstd_T = _forward(x_TH, residual_TH, weight_H, sum_TH, y_TH, eps, unit_offset)
-    return sum_TH, y_TH, rstd_T
-
-
-def _forward(x_TH, residual_TH, weight_H, sum_TH, y_TH, eps, unit_offset) -> Tensor:
     T, H = x_TH.shape
     rstd_T = torch.empty(T, dtype=torch.float32, device=x_TH.device)
     block = padded(H)
     launch(
-        _forward_kernel, (T,), x_TH, x_TH if residual_TH is None else residual_TH, weight_H,
-        y_TH if sum_TH is None else sum_TH, y_TH, rstd_T,
-        x_TH.stride(0), 0 if residual_TH is None else residual_TH.stride(0), y_TH.stride(0), eps,
-        H=H, BLOCK=block, ADD=residual_TH is not None, UNIT_OFFSET=unit_offset, num_warps=warps(block, EACH),
+        _forward_kernel, (T,), x_TH, weight_H, y_TH, rstd_T, x_TH.stride(0), y_TH.stride(0), eps,
+        H=H, BLOCK=block, UNIT_OFFSET=unit_offset, num_warps=warps(block, EACH),
     )  # fmt: skip
-    return rstd_T
+    return y_TH, rstd_T
 
 
 def rms_norm_backward(
