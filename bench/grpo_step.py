@@ -7,7 +7,8 @@
 
 8 prompts of 2,048 tokens, 8 completions of 1,024 tokens each (random weights seldom end one earlier), micro-batches of one group.
 Weights are random, of the real shape, loaded in NF4 from a folder that is written first; LoRA r=32 on all linear layers. The last
-of `--steps` steps is reported; the ones before it hold compilation and captures, and may be cut short (`--warm-completion`).
+of `--steps` steps is reported (with `--after FILE` it waits for that file first); those before it hold compilation and
+captures, and may be cut short (`--warm-completion`).
 """
 
 from __future__ import annotations

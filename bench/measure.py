@@ -118,10 +118,12 @@ def depths(text: str) -> list[tuple[int, int]]:
 
 
 def wait_for(path: Path | None) -> None:
-    """Return once the file is there; what the allocator holds unused goes back to the card first."""
+    """Say "ready" and return once the file is there; what the allocator holds unused goes back to the card first."""
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
+    if path is not None:
+        print("ready", flush=True)
     while path is not None and not path.exists():
         time.sleep(0.05)
 

@@ -15,6 +15,7 @@ first; the first step's time is noted too.
 
 from __future__ import annotations
 
+import argparse
 import functools
 import gc
 import itertools
@@ -34,7 +35,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--chunk", type=int, default=None, help="tokens per chunk (default: the engine's choice)")
     parser.add_argument("--offload", default="auto", choices=("auto", *POLICIES))
     parser.add_argument("--keep-every", type=int, default=1, help="keep the inputs of every so-many-th layer only")
-    parser.add_argument("--save-attention", action="store_true", help="keep attention outputs for the backward")
+    parser.add_argument(
+        "--save-attention",
+        action=argparse.BooleanOptionalAction,
+        default="auto",
+        help="keep attention outputs for the backward (default: the engine's choice)",
+    )
     parser.add_argument(
         "--group", type=int, default=0, help="completions per prompt of the group case; 0 leaves it out"
     )
@@ -81,7 +87,7 @@ class Bench:
             self.model,
             chunk=options.chunk or "auto",
             offload=options.offload,
-            save_attention=True if options.save_attention else "auto",
+            save_attention=options.save_attention,
             keep_every=options.keep_every,
             parity_check=False,
         )

@@ -6,6 +6,8 @@ from typing import Any
 
 from bench.markdown import table
 
+from bench import models
+
 WEIGHTS = {"fp32": "fp32, products in bf16", "bf16": "bf16"}
 OPTIMIZERS = {"adamw": "AdamW", "adamw8bit": "AdamW, 8 bits", "paged8bit": "AdamW, 8 bits, paged"}
 PLACES = {"device": "released", "host": "released, states on the host", "kept": "kept to the end"}
@@ -72,12 +74,17 @@ def grpo_steps(records: list[dict[str, Any]]) -> list[str]:
     ]  # fmt: skip
     r = records[0]
     text = (
-        f"{r['model']} in NF4 with LoRA r=32, {r['prompts']} prompts of {r['prompt']:,} tokens, {r['group']} completions of "
-        f"{r['completion']:,} each, the optimizer's step included ({_where(r)}; `bench/grpo_step.py`). The step before it, "
-        "which compiles and captures, is not counted. Seconds; peak is all that PyTorch has allocated."
+        f"{r['model']}{_depth(r)} in NF4 with LoRA r=32, {r['prompts']} prompts of {r['prompt']:,} tokens, {r['group']} "
+        f"completions of {r['completion']:,} each, the optimizer's step included ({_where(r)}; `bench/grpo_step.py`). The step "
+        "before it, which compiles and captures, is not counted. Seconds; peak is all that PyTorch has allocated."
     )
     header = ["engine", "rollout", "reward", "training", "step", "of ours", "tokens", "peak GiB"]
     return ["## A whole GRPO step", "", text, "", *table(header, rows)]
+
+
+def _depth(r: dict[str, Any]) -> str:
+    whole = models.shape_of(r["model"], None, tiny=False).layers
+    return "" if r["layers"] == whole else f", {r['layers']} of its {whole} layers,"
 
 
 def tree_gradients(records: list[dict[str, Any]]) -> list[str]:
