@@ -125,7 +125,7 @@ class Prefill:
         for i in layout.order:
             found = self.places.get(_key(layout, i)) if layout.parent[i] == ROOT else None
             stop = end + layout.length[i]
-            if found is None or layout.positions[end:stop].tolist() != list(range(layout.length[i])):
+            if found is None or not torch.equal(layout.positions[end:stop], torch.arange(stop - end)):
                 break
             batch, at = found
             last = spans[-1] if spans else None
