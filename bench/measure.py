@@ -123,7 +123,7 @@ def wait_for(path: Path | None) -> None:
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
     if path is not None:
-        print("ready", flush=True)
+        print(f"ready, waiting for {path}", flush=True)
     while path is not None and not path.exists():
         time.sleep(0.05)
 
