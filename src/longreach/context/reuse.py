@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from .fused import unhooked
 from .fused_moe import fused_layer
 from .layer import Kept, LayerCall, Run
 from .offload import DevicePieces, DeviceRow, HostRow, Lease, Row
@@ -185,7 +186,9 @@ class Reused:
         if any(batch.dtypes != (hidden.dtype, call.dtype) for batch in batches):
             return "training computes in another dtype than the rollout (autocast?)"
         for i, layer in enumerate(self.layers):
-            form = fused_layer(layer, call.dtype, keep=False, keep_linears=False) if call.run.fuse else None
+            form = None
+            if call.run.fuse and unhooked(layer):  # what else is to be checked, the layer does in its turn
+                form = fused_layer(layer, call.dtype, keep=False, keep_linears=False, checked=True)
             if form is None:
                 return f"layer {i} ({type(layer).__name__}) is not run by a hand-written form: it may have dropout or hooks"
             if any(batch.forms[i] != form.adapters for batch in batches):
