@@ -5,6 +5,7 @@ import torch
 
 from longreach.kernels import decode_cpu, decode_reference
 from longreach.kernels.decode_attention import DecodePlan
+from longreach.kernels.decode_reference import AttentionCall
 
 H, K, D, W, P, N = 6, 2, 12, 10, 16, 60
 
@@ -25,6 +26,6 @@ def test_it_is_the_references_function(window, softcap, sink):
     )  # fmt: skip
     q, sinks = torch.randn(7, H, D), torch.randn(H) if sink else None
     got, want = torch.full((7, H, W), torch.nan), torch.full((7, H, W), torch.nan)
-    decode_cpu.decode_attention(q, k, v, k, v, plan, got, 0.3, softcap, sinks)
-    decode_reference.decode_attention(q, k, v, k, v, plan, want, 0.3, softcap, sinks)
+    for implementation, out in ((decode_cpu, got), (decode_reference, want)):
+        implementation.decode_attention(AttentionCall(q, k, v, k, v, plan, out, 0.3, softcap, sinks))
     assert torch.allclose(got, want, atol=2e-6) and bool((got[1] == 0).all())

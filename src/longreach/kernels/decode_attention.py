@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from . import decode_cpu, decode_reference
+from .decode_reference import AttentionCall
 from .dispatch import check_rows, check_shape, implementation
 
 MIN_SPLIT = 256  # tokens
@@ -183,7 +184,6 @@ def decode_attention(
     check_shape(op, "out", out, (B, H, W), "q and v")
     check_rows(op, q=q_BHD, k=k_NPKD, v=v_NPKW, prefix_k=prefix_k, prefix_v=prefix_v, sinks=sinks_H, out=out)
     twin = decode_reference if q_BHD.is_cuda or q_BHD.dtype == torch.float64 else decode_cpu
-    implementation(q_BHD, "decode_attention", twin).decode_attention(
-        q_BHD, k_NPKD, v_NPKW, prefix_k, prefix_v, plan, out, scale, softcap, sinks_H
-    )
+    call = AttentionCall(q_BHD, k_NPKD, v_NPKW, prefix_k, prefix_v, plan, out, scale, softcap, sinks_H)
+    implementation(q_BHD, "decode_attention", twin).decode_attention(call)
     return out

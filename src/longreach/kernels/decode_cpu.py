@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from .decode_reference import AttentionCall
 from .reference import wide
 
 if TYPE_CHECKING:
@@ -19,19 +20,9 @@ if TYPE_CHECKING:
 Part = tuple[Tensor, Tensor]  # out [..., rows, W], normalized; lse [..., rows]
 
 
-def decode_attention(
-    q_BHD: Tensor,
-    k_NPKD: Tensor,
-    v_NPKW: Tensor,
-    prefix_k: Tensor,
-    prefix_v: Tensor,
-    plan: DecodePlan,
-    out: Tensor,
-    scale: float,
-    softcap: float | None,
-    sinks_H: Tensor | None,
-) -> None:
+def decode_attention(call: AttentionCall) -> None:
     """As `decode_reference.decode_attention`."""
+    q_BHD, k_NPKD, v_NPKW, prefix_k, prefix_v, plan, out, scale, softcap, sinks_H = call
     own_B, P = plan.own_length_B.long(), plan.page
     active = own_B.nonzero().flatten()
     out[own_B == 0] = 0

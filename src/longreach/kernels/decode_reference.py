@@ -24,18 +24,23 @@ def update_plan(plan: DecodePlan) -> None:
     """Nothing is cut here."""
 
 
-def decode_attention(
-    q_BHD: Tensor,
-    k_NPKD: Tensor,
-    v_NPKW: Tensor,
-    prefix_k: Tensor,
-    prefix_v: Tensor,
-    plan: DecodePlan,
-    out: Tensor,
-    scale: float,
-    softcap: float | None,
-    sinks_H: Tensor | None,
-) -> None:
+class AttentionCall(NamedTuple):
+    """What an implementation of `decode_attention` is given; the public op says what each is."""
+
+    q_BHD: Tensor
+    k_NPKD: Tensor
+    v_NPKW: Tensor
+    prefix_k: Tensor
+    prefix_v: Tensor
+    plan: DecodePlan
+    out: Tensor
+    scale: float
+    softcap: float | None
+    sinks_H: Tensor | None
+
+
+def decode_attention(call: AttentionCall) -> None:
+    q_BHD, k_NPKD, v_NPKW, prefix_k, prefix_v, plan, out, scale, softcap, sinks_H = call
     own, prefix_of, prefix = (x.tolist() for x in (plan.own_length_B, plan.prefix_of_B, plan.prefix_length_G))
     for b, (n, g) in enumerate(zip(own, prefix_of)):
         if n == 0:

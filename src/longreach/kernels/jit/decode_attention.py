@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..decode_attention import DecodePlan
+from ..decode_reference import AttentionCall
 from . import padded
 from .early_start import launch, wait_for_inputs
 
@@ -296,18 +297,8 @@ def _tile(plan: DecodePlan, dtype: torch.dtype, D: int) -> dict[str, int]:
     }
 
 
-def decode_attention(
-    q_BHD: Tensor,
-    k_NPKD: Tensor,
-    v_NPKW: Tensor,
-    prefix_k: Tensor,
-    prefix_v: Tensor,
-    plan: DecodePlan,
-    out: Tensor,
-    scale: float,
-    softcap: float | None,
-    sinks_H: Tensor | None,
-) -> None:
+def decode_attention(call: AttentionCall) -> None:
+    q_BHD, k_NPKD, v_NPKW, prefix_k, prefix_v, plan, out, scale, softcap, sinks_H = call
     B, H, D = q_BHD.shape
     (G, M), K, W = plan.members_GM.shape, plan.kv_heads, plan.head_dim
     partials, block_w = plan.own_splits + plan.prefix_splits, max(16, padded(W))
