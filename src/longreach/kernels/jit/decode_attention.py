@@ -10,7 +10,6 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from ..decode_attention import DecodePlan
 from ..decode_reference import AttentionCall
