@@ -169,6 +169,10 @@ def groups(records: list[Record]) -> list[str]:
         {(r["model"], r["layers"], r["context"], r["group"]): r for r in records if r["case"] == case}
         for case in ("group tree", "group rows")
     )
+    for key in trees.keys() - rows_of.keys():  # a row of a group is a sequence of its length
+        for r in records:
+            if (r["engine"], r["case"], r["model"], r["layers"], r["context"]) == ("longreach", "sequence", *key[:3]):
+                rows_of[key] = {**r, "step_s": r["step_s"] and key[3] * r["step_s"], "rows_run": 1}
     rows = []
     for key in sorted(trees.keys() & rows_of.keys(), key=lambda key: (key[0], key[2], key[1])):
         tree, single = trees[key], rows_of[key]

@@ -60,6 +60,11 @@ def main(argv: list[str] | None = None) -> None:
         help="one step a context for its peak alone; time is not noted, so others may run beside",
     )
     parser.add_argument("--row-sample", type=int, default=0, help="run only so many of the group's rows and scale up")
+    parser.add_argument(
+        "--trees-only",
+        action="store_true",
+        help="no rows: each of them is the sequence of that context, if that is run",
+    )
     options = measure.parse(parser, argv)
     options.repeats = 0 if options.memory else options.repeats
     if options.tiny:
@@ -138,6 +143,8 @@ class Bench:
         leaves = [models.token_ids(completion, self.shape.vocab, seed=1 + i) for i in range(size)]
         at = {"context": prompt + completion, "completion": completion, "group": size}
         self.case("group tree", longreach.TokenTree.from_groups([(root, leaves)]), **at)
+        if self.options.trees_only:
+            return
         shared = self.gradients()
         rows = [longreach.TokenTree.from_groups([(root, [leaf])]) for leaf in leaves[: self.options.row_sample or size]]
 

@@ -94,6 +94,19 @@ def test_time_of_full_depth_follows_from_two_depths():
     assert depth_tables.seconds(runs[1:]) == []
 
 
+def test_rows_of_a_group_are_sequences_of_their_length(tmp_path):
+    from bench import make_tables, train_step
+
+    out = tmp_path / "train_step.json"
+    how = ["--lengths", "", "--shallow", "2048@2", "--group", "4", "--prompts", "", "--trees-only", "--out", str(out)]
+    train_step.main([*TINY, *how, "--shallow-prompts", "1024@2"])
+    tree, sequence = sorted(json.loads(out.read_text()), key=lambda r: r["case"])
+    assert (tree["case"], sequence["case"]) == ("group tree", "sequence") and tree["context"] == sequence["context"]
+    (line,) = [line for line in make_tables.groups([tree, sequence]) if line.startswith("| Qwen3-4B, 4")]
+    gain = 4 * sequence["step_s"] / tree["step_s"]
+    assert f"| {4 * sequence['step_s']:.2f} s | 1 | {gain:.1f}× |" in line
+
+
 @pytest.mark.parametrize("engine", ["longreach", "trl"])
 def test_a_grpo_step_is_recorded_by_phase(engine, tmp_path):
     from bench import grpo_step
