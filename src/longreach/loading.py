@@ -22,6 +22,7 @@ PASSED_ON = (
     "max_memory", "offload_folder", "output_loading_info", "quantization_config", "revision", "state_dict", "subfolder", "token",
     "torch_dtype", "trust_remote_code", "use_cache", "use_kernels", "use_safetensors", "variant", "weights_only",
 )  # fmt: skip
+DTYPE_NAMES = {"dtype", "torch_dtype"}
 DTYPES = ("auto", "bfloat16", "float16", "float32", "float64")
 WEIGHTS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LORA_ALPHA_PER_RANK = 2
@@ -76,7 +77,7 @@ def load(
         raise ValueError(
             f"weights={weights!r}: choose one of {', '.join(map(repr, (*WEIGHTS, *FORMATS)))}, or None to keep the checkpoint's"
         )
-    kwargs = _checked_kwargs(kwargs)
+    _check_kwargs(kwargs)
     if embedding not in (None, "int8"):
         raise ValueError(f"embedding={embedding!r}: choose 'int8', or None to leave embedding and head as they are")
     if lora_dtype not in (None, "bf16", "fp16") or (lora_dtype and lora is None):
@@ -94,6 +95,7 @@ def load(
     check_supported(text)
     check_positions(text, max_length)
     kwargs = {"dtype": WEIGHTS.get(weights or "", "auto")} | quantization(config, weights, origin.base, kwargs)
+    kwargs |= {name: _dtype(kwargs[name]) for name in DTYPE_NAMES & set(kwargs)}
     if "quantization_config" in kwargs or getattr(config, "quantization_config", None) is not None:
         kwargs.setdefault("device_map", {"": place})
     model: Any = origin.load_base(config, **kwargs)
@@ -161,24 +163,23 @@ def lora_config(lora: Any) -> Any:
     return LoraConfig(r=lora, lora_alpha=LORA_ALPHA_PER_RANK * lora, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
-def _checked_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def _check_kwargs(kwargs: Mapping[str, Any]) -> None:
     """What goes on to Transformers, which would find a wrong name or dtype after the download and in its own words."""
-    checked = dict(kwargs)
     mine = [name for name, p in inspect.signature(load).parameters.items() if p.kind is p.KEYWORD_ONLY]
     for name in kwargs:
         if name not in PASSED_ON and "did you mean" in nearest(name, (*mine, *PASSED_ON)):
             raise TypeError(f"load takes no {name!r}{nearest(name, (*mine, *PASSED_ON))}")
-    for name in {"dtype", "torch_dtype"} & set(kwargs):
-        given = kwargs[name]
-        if given in (None, "auto"):
-            continue
-        text = str(given).removeprefix("torch.")
-        checked[name] = getattr(torch, text, None)
-        if not isinstance(checked[name], torch.dtype):
+    for name in DTYPE_NAMES & set(kwargs):
+        if kwargs[name] not in (None, "auto") and not isinstance(_dtype(kwargs[name]), torch.dtype):
+            near = nearest(str(kwargs[name]).removeprefix("torch."), DTYPES)
             raise ValueError(
-                f"{name}={given!r}: give 'auto', a dtype of torch such as torch.bfloat16, or its name{nearest(text, DTYPES)}"
+                f"{name}={kwargs[name]!r}: give 'auto', a dtype of torch such as torch.bfloat16, or its name{near}"
             )
-    return checked
+
+
+def _dtype(given: Any) -> Any:
+    """The dtype of torch in any of its forms; None and "auto" as they are."""
+    return given if given in (None, "auto") else getattr(torch, str(given).removeprefix("torch."), None)
 
 
 def check_positions(config: Any, max_length: int | None) -> None:
