@@ -1,7 +1,7 @@
 """Experts for few tokens in Triton.
 
 For a handful of tokens every choice is a product of one row with its expert's weights. For more, choices are put in order of
-their experts, sixteen to a tile, by one small kernel; tiles of decoded weights go through the matrix units.
+their experts, sixteen or more to a tile, by one small kernel; tiles of decoded weights go through the matrix units.
 
 Sizes of a model are not compile-time constants. Shape suffixes: A choices (token * k + number), E experts, O output features,
 T choices of a tile, G blocks of weights that share a scale, J words of eight codes of a block, M hidden size.
@@ -20,7 +20,8 @@ from .early_start import launch, wait_for_inputs
 from .fourbit_codes import MXFP4, code_table, code_tile, decoded, dot8, in_registers, packed
 
 VECTOR_TOKENS = 2
-TILE = 16
+TILE = 16  # choices of an expert that share its decoded weights; twice as many where experts have more of them each
+MOST_EACH = 10
 J = 4  # words of a block of 32
 CHUNK = 32  # choices compared at a time with all others
 _CHUNK = tl.constexpr(CHUNK)
@@ -340,13 +341,14 @@ def _row_sizes(features: int) -> dict[str, int]:
 def _tiles(x_BM, expert_Bk, weight_Bk, gate_up, down, alpha, limit, table, registers) -> Tensor:
     (B, M), k, (E, features) = x_BM.shape, expert_Bk.shape[1], gate_up.codes.shape[:2]
     choices, width = B * k, features // 2
-    most = min(choices, E) + choices // TILE  # tiles, whatever is chosen
+    size = TILE if choices <= MOST_EACH * E else 2 * TILE
+    most = min(choices, E) + choices // size  # tiles, whatever is chosen
     choice, tile_expert = (
-        torch.empty(n, dtype=torch.int32, device=x_BM.device) for n in (padded(most * TILE), padded(most))
+        torch.empty(n, dtype=torch.int32, device=x_BM.device) for n in (padded(most * size), padded(most))
     )
     launch(
         _order_kernel, (1,), expert_Bk, choice, tile_expert, choices, E, BLOCK_A=padded(choices), BLOCK_E=padded(E),
-        BLOCK_S=padded(most * TILE), BLOCK_N=padded(most), TILE=TILE, num_warps=8,
+        BLOCK_S=padded(most * size), BLOCK_N=padded(most), TILE=size, num_warps=8,
     )  # fmt: skip
     h_AF = torch.empty(choices, width, dtype=x_BM.dtype, device=x_BM.device)
     y_AM = torch.empty(choices, M, dtype=torch.float32, device=x_BM.device)
@@ -358,7 +360,7 @@ def _tiles(x_BM, expert_Bk, weight_Bk, gate_up, down, alpha, limit, table, regis
         launch(
             _tile_kernel, (parts(rows, tile["BLOCK_O"]), most), given, choice, tile_expert, weight_Bk, weight.codes,
             weight.scales, given if weight.bias is None else weight.bias, t, b, table, out, k, low["rank"], rows,
-            given.shape[1], given.stride(0), _bias_row(weight), alpha, limit, J=J, TILE=TILE, GATED=gated,
+            given.shape[1], given.stride(0), _bias_row(weight), alpha, limit, J=J, TILE=size, GATED=gated,
             BIAS=weight.bias is not None, LOW=low["LOW"], REGISTERS=registers,
             PRECISION="ieee" if x_BM.dtype == torch.float32 else "tf32", **tile,
         )  # fmt: skip

@@ -53,8 +53,26 @@ def _lookup(planes: int, high_first: bool) -> str:
     return " ".join([*lines, "}"])
 
 
+def _e2m1_times_scale() -> str:
+    """PTX that turns a word of eight e2m1 codes ($8) and a power of two, twice in bf16 ($9), into eight bf16 products ($0 to $7).
+
+    Exponent and mantissa bits of a code, put where those of a bf16 end and begin, are its value times 2^-126, subnormals
+    included: two exact products make the weight. Codes four apart lie in the two halves of a register.
+    """
+    lines = ["{ .reg .b32 a, b, x, c, z; mov.b32 c, 0x7E807E80; mov.b32 z, 0x80008000;"]
+    for n in range(4):
+        sign, rest = 12 - 4 * n, 6 - 4 * n
+        lines += [
+            f"shl.b32 a, $8, {sign}; {'shl' if rest > 0 else 'shr'}.b32 b, $8, {abs(rest)};",
+            "and.b32 a, a, 0x80008000; and.b32 b, b, 0x01C001C0; or.b32 x, a, b;",
+            f"fma.rn.bf16x2 x, x, c, z; fma.rn.bf16x2 x, x, $9, z; mov.b32 {{${n}, ${n + 4}}}, x;",
+        ]
+    return " ".join([*lines, "}"])
+
+
 NF4_LOOKUP = tl.constexpr(_lookup(2, True))
 E2M1_LOOKUP = tl.constexpr(_lookup(1, False))
+E2M1_TIMES_SCALE = tl.constexpr(_e2m1_times_scale())
 _RESULTS = tl.constexpr("=f,=f,=f,=f,=f,=f,=f,=f,r,r,r,r,r")  # results, the word, four words of high bytes
 
 
@@ -171,18 +189,28 @@ def code_tile(
     """Decoded weights [O, G * J * 8], rounded to dtype."""
     mask_OG = inside_O[:, None] & (g_G < groups)[None, :]
     at_OG = o_O[:, None] * groups + g_G[None, :]
-    scale = block_scale(scales_ptr, nested_ptr, map_ptr, offset_ptr, at_OG, mask_OG, KIND)[:, :, None]
     words_ptr = codes_ptr.to(tl.pointer_type(tl.int32))
     word = tl.load(
         words_ptr + at_OG[:, :, None] * J + tl.arange(0, J)[None, None, :], mask=mask_OG[:, :, None], other=0
     )
-    v0, v1, v2, v3, v4, v5, v6, v7 = decoded(word, table_ptr, KIND, REGISTERS)
-    even = tl.join(
-        tl.join((v0 * scale).to(dtype), (v4 * scale).to(dtype)), tl.join((v2 * scale).to(dtype), (v6 * scale).to(dtype))
-    )
-    odd = tl.join(
-        tl.join((v1 * scale).to(dtype), (v5 * scale).to(dtype)), tl.join((v3 * scale).to(dtype), (v7 * scale).to(dtype))
-    )
+    if KIND == MXFP4 and REGISTERS and dtype == tl.bfloat16:
+        bits = tl.load(scales_ptr + at_OG, mask=mask_OG, other=0).to(tl.int32)
+        scale = tl.where(bits == 0, 0x00400040, bits * 0x00800080)[:, :, None]
+        w0, w1, w2, w3, w4, w5, w6, w7 = tl.inline_asm_elementwise(
+            E2M1_TIMES_SCALE,
+            "=h,=h,=h,=h,=h,=h,=h,=h,r,r",
+            [word, scale],
+            dtype=(tl.bfloat16,) * 8,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        scale = block_scale(scales_ptr, nested_ptr, map_ptr, offset_ptr, at_OG, mask_OG, KIND)[:, :, None]
+        v0, v1, v2, v3, v4, v5, v6, v7 = decoded(word, table_ptr, KIND, REGISTERS)
+        w0, w1, w2, w3 = (v0 * scale).to(dtype), (v1 * scale).to(dtype), (v2 * scale).to(dtype), (v3 * scale).to(dtype)
+        w4, w5, w6, w7 = (v4 * scale).to(dtype), (v5 * scale).to(dtype), (v6 * scale).to(dtype), (v7 * scale).to(dtype)
+    even = tl.join(tl.join(w0, w4), tl.join(w2, w6))
+    odd = tl.join(tl.join(w1, w5), tl.join(w3, w7))
     return tl.reshape(tl.join(even, odd), [BLOCK_O, BLOCK_G * J * 8])
 
 
