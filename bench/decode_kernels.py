@@ -266,8 +266,10 @@ def measure(name: str, copy: float, make: Callable[[], Op] | None = None) -> dic
 
 
 def sweep(copy: float, which: str) -> list[dict[str, Any]]:
-    """Other tile sizes of the 4-bit products and of attention."""
+    """Other tile sizes of products, experts and attention."""
     from longreach.kernels.jit import decode_attention as attention_jit
+    from longreach.kernels.jit import decode_experts as experts_jit
+    from longreach.kernels.jit import few_row_matmul as dense_jit
     from longreach.kernels.jit import fourbit_matmul as fourbit_jit
 
     rows = []
@@ -299,6 +301,26 @@ def sweep(copy: float, which: str) -> list[dict[str, Any]]:
                         (block_o, block_g, stages, warps),
                         lambda g=group, n=rows_n: fourbit_op(n, g),
                     )
+    if "dense" in which:
+        plain = dense_jit._vector_sizes
+        for block_o, block_i, warps in (
+            (8, 512, 4), (4, 512, 4), (4, 1024, 4), (8, 1024, 8), (2, 2048, 4), (16, 256, 4), (8, 256, 2), (2, 512, 2),
+        ):  # fmt: skip
+            setting = {"BLOCK_O": block_o, "BLOCK_I": block_i, "num_warps": warps}
+            dense_jit._vector_sizes = lambda *_, setting=setting: setting
+            for group in GROUPS:
+                attempt(f"1 row {group}", tuple(setting.values()), lambda group=group: dense_op(1, group, own=True))
+        dense_jit._vector_sizes = plain
+    if "experts" in which:
+        plain = experts_jit._tile_sizes
+        for block_o, block_g, stages, warps in (
+            (64, 4, 3, 4), (64, 4, 2, 4), (64, 8, 2, 4), (64, 2, 4, 4), (128, 4, 3, 8), (128, 4, 3, 4), (32, 4, 3, 4), (32, 8, 3, 4),
+        ):  # fmt: skip
+            setting = {"BLOCK_O": block_o, "BLOCK_G": block_g, "STAGES": stages, "num_warps": warps}
+            experts_jit._tile_sizes = lambda *_, setting=setting: setting
+            for rows_n in (8, 32, 128):
+                attempt(f"experts {rows_n} rows", tuple(setting.values()), lambda n=rows_n: experts_op(n))
+        experts_jit._tile_sizes = plain
     if "attention" in which:
         tile = attention_jit._tile
         for change in (
@@ -315,7 +337,9 @@ def sweep(copy: float, which: str) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="ops whose name contains one of these, comma-separated")
-    parser.add_argument("--sweep", default="", help="fourbit, matrix, attention: try other tile sizes of these")
+    parser.add_argument(
+        "--sweep", default="", help="fourbit, matrix, dense, experts, attention: try other tile sizes of these"
+    )
     parser.add_argument("--out", type=Path, default=RESULT, help="JSON file to write")
     parser.add_argument("--commit", help="commit to record, where the sources lie outside a git checkout")
     options = parser.parse_args()
