@@ -314,7 +314,8 @@ def sweep(copy: float, which: str) -> list[dict[str, Any]]:
     if "experts" in which:
         plain = experts_jit._tile_sizes
         for block_o, block_g, stages, warps in (
-            (64, 4, 3, 4), (64, 4, 2, 4), (64, 8, 2, 4), (64, 2, 4, 4), (128, 4, 3, 8), (128, 4, 3, 4), (32, 4, 3, 4), (32, 8, 3, 4),
+            (64, 4, 3, 4), (64, 4, 2, 4), (64, 8, 2, 4), (64, 2, 4, 4), (128, 4, 3, 8), (128, 4, 3, 4), (32, 4, 3, 4),
+            (32, 8, 3, 4),
         ):  # fmt: skip
             setting = {"BLOCK_O": block_o, "BLOCK_G": block_g, "STAGES": stages, "num_warps": warps}
             experts_jit._tile_sizes = lambda *_, setting=setting: setting
