@@ -116,18 +116,31 @@ def test_long_prompts_keys_wait_on_the_host():
     assert [c.ids for c in got] == [ids for p in prompts_of() for ids in [stock_greedy(model, p, 24)] * 2]
 
 
-def test_experts_in_mxfp4():
+def test_experts_in_mxfp4_with_adapters_in_graphs():
+    from peft import LoraConfig, get_peft_model
+
+    from longreach import enable
     from longreach.quant import MXFP4
     from longreach.quant.experts import FourBitExperts
 
-    model = model_of("gpt_oss", torch.float32, intermediate_size=256)
-    for layer in model.get_base_model().model.layers:
+    sizes = SIZES | {"intermediate_size": 256}
+    model = build("gpt_oss", torch.float32, lora=False, spread=0.05, **sizes).cuda()
+    for layer in model.model.layers:
         layer.mlp.experts = FourBitExperts.of(layer.mlp.experts, MXFP4())
-    got = generate(
-        model, prompts_of(), sampling=SamplingParams(temperature=0, max_new_tokens=24), options=RolloutOptions(rows=5)
-    )
-    assert isinstance(rollout_engine(model).step, FusedStep)
-    assert [c.ids for c in got] == [stock_greedy(model, p, 24) for p in prompts_of()]
+    targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"], target_parameters=targets)).eval()
+    enable(model, parity_check=False)
+    draw = torch.Generator().manual_seed(5)
+    greedy = SamplingParams(temperature=0, max_new_tokens=24)
+    prompts = prompts_of()
+    for _ in range(2):  # the second time in the graphs of the first
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name:
+                    parameter.copy_(torch.randn(parameter.shape, generator=draw) * 0.1)
+        got = generate(model, prompts, sampling=greedy, group=3, options=RolloutOptions(rows=15))
+        assert isinstance(rollout_engine(model).step, FusedStep) and rollout_engine(model).graphs.graphs
+        assert [c.ids for c in got] == [ids for p in prompts for ids in [stock_greedy(model, p, 24)] * 3]
 
 
 @pytest.mark.parametrize("rows", [3, 65])

@@ -14,7 +14,7 @@ from longreach.context.support import UnsupportedModelError
 from longreach.quant import MXFP4, NF4
 from longreach.quant.experts import FourBitExperts
 from longreach.quant.linear import FourBitLinear
-from longreach.rollout import RolloutOptions, SamplingParams, generate, release_rollout, rollout_engine
+from longreach.rollout import RolloutOptions, SamplingParams, generate, moe_step, release_rollout, rollout_engine
 from longreach.rollout.fused_step import FusedStep
 from longreach.rollout.module_step import ModuleStep
 
@@ -97,11 +97,24 @@ def test_adapters_of_experts(name, form):
                 p.copy_(torch.randn(p.shape, generator=draw) * 0.2)
     model.eval()
     got = generate(model, prompts_of(), sampling=GREEDY, options=SMALL)
-    assert isinstance(rollout_engine(model).step, FusedStep)
+    step = rollout_engine(model).step
+    assert isinstance(step, FusedStep) and step.captures == (name == "gpt_oss" and form is not None)
+    assert [c.ids for c in got] == [stock_greedy(model, p) for p in prompts_of()]
+    with torch.no_grad():
+        for n, p in model.named_parameters():
+            if "experts" in n and "lora" in n:
+                p.mul_(-1.3)
+    again = generate(model, prompts_of(), sampling=GREEDY, options=SMALL)
+    assert rollout_engine(model).step is step
     through_modules = generate(
         model, prompts_of(), sampling=GREEDY, options=RolloutOptions(rows=7, page=16, fused=False)
     )
-    assert [c.ids for c in got] == [c.ids for c in through_modules] == [stock_greedy(model, p) for p in prompts_of()]
+    assert [c.ids for c in again] == [c.ids for c in through_modules] == [stock_greedy(model, p) for p in prompts_of()]
+
+
+def test_experts_take_more_rows_than_their_kernel(monkeypatch):
+    monkeypatch.setattr(moe_step, "FEW_TOKENS", 2)
+    test_gpt_oss_experts_in_mxfp4()
 
 
 @pytest.mark.parametrize("form", [NF4(), NF4(double=False), MXFP4()], ids=["nf4", "nf4 single", "mxfp4"])

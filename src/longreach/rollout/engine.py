@@ -135,6 +135,7 @@ class RolloutEngine:
         if (
             self.graphs is None
             and isinstance(self.step, FusedStep)
+            and self.step.captures
             and self.device.type == "cuda"
             and self.options.graphs
         ):

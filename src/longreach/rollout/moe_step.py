@@ -1,6 +1,7 @@
 """The experts of a decode step, chosen as in training: from 4-bit codes where there is a kernel, else as training runs them.
 
-Shape suffixes: B rows of the step, M hidden size, k chosen experts of a row, E experts.
+Shape suffixes: B rows of the step, M hidden size, k chosen experts of a row, E experts, r rank, I input features, O output
+features.
 """
 
 from __future__ import annotations
@@ -13,20 +14,25 @@ from torch.nn import functional
 
 from ..context.fused_moe import FusedMoeLayer
 from ..kernels import route
-from ..kernels.decode_experts import choose_experts, decode_experts
+from ..kernels.decode_experts import FEW_TOKENS, choose_experts, decode_experts
 from ..lora import Experts
+from ..lora.experts import ExpertAdapter
 from ..quant import MXFP4
 from ..quant.experts import PRODUCTS, FourBitExperts
 from ..quant.mixture import mixture_forward
 
 
 class CodedExperts:
-    """One layer of gpt-oss's experts in MXFP4 without adapters: a kernel reads the codes of those that are chosen."""
+    """One layer of gpt-oss's experts in MXFP4, with adapters: a kernel reads the codes of those that are chosen.
+
+    Adapters are copied, in the compute dtype and with their scale, at the start of each rollout; the copies stay in their place.
+    """
 
     captures = True
 
-    def __init__(self, form: FusedMoeLayer, module: nn.Module) -> None:
+    def __init__(self, form: FusedMoeLayer, module: nn.Module, dtype: torch.dtype) -> None:
         self.router, self.module = form.router, module
+        assert form.experts is not None
         self.base: Any = form.experts.base
         gate_up, down = (self.base.packed(name).tensors for name in PRODUCTS)
         self.arguments = {
@@ -39,6 +45,8 @@ class CodedExperts:
             "alpha": self.base.alpha,
             "limit": self.base.limit,
         }
+        self.lows = [None if adapter is None else _room(adapter, dtype) for adapter in form.experts.adapters]
+        self.refresh()
 
     @staticmethod
     def fits(experts: Experts | None) -> bool:
@@ -49,12 +57,10 @@ class CodedExperts:
             and base.gating.interleaved
             and base.has_bias
             and base.alpha is not None
-            and experts is not None
-            and not any(experts.adapters)
         )
 
     def current(self) -> bool:
-        """Whether these are still the layer's experts, without adapters, in the same place."""
+        """Whether these are still the layer's experts, in the same place, with adapters of the same shapes."""
         experts = Experts.of(self.module)
         codes = self.base.packed(PRODUCTS[0]).tensors["codes"]
         return (
@@ -62,16 +68,41 @@ class CodedExperts:
             and experts is not None
             and experts.base is self.base
             and codes.data_ptr() == self.arguments["gate_up_codes"].data_ptr()
+            and all(_same_shape(low, adapter) for low, adapter in zip(self.lows, experts.adapters))
         )
 
     def refresh(self) -> None:
-        """Nothing is copied."""
+        """Copy the adapters as they are now."""
+        experts = Experts.of(self.module)
+        assert experts is not None
+        for low, adapter in zip(self.lows, experts.adapters):
+            if low is not None and adapter is not None:
+                a_ErI, b_ErO = adapter.stacked()
+                low[0].copy_(a_ErI.detach())
+                low[1].copy_(b_ErO.detach() * adapter.scale)
 
     def __call__(self, x_BM: Tensor) -> Tensor:
         """[B, M], the weighted sum of the chosen experts' outputs."""
         logits_BE = functional.linear(x_BM, self.router.weight, self.router.bias)
-        expert_Bk, weight_Bk = choose_experts(logits_BE, self.router.top_k)
-        return decode_experts(x_BM, expert_Bk, weight_Bk, **self.arguments)
+        chosen = choose_experts(logits_BE, self.router.top_k)
+        gate_up, down = self.lows
+        parts = [
+            decode_experts(*part, **self.arguments, gate_up_low=gate_up, down_low=down)
+            for part in zip(*(x.split(FEW_TOKENS) for x in (x_BM, *chosen)))
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _room(adapter: ExpertAdapter, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Where a [E, r, I] and b [E, r, O] are copied to."""
+    a, b = (torch.empty(x.shape, dtype=dtype, device=x.device) for x in adapter.stacked())
+    return a, b
+
+
+def _same_shape(low: tuple[Tensor, Tensor] | None, adapter: ExpertAdapter | None) -> bool:
+    if low is None or adapter is None:
+        return low is None and adapter is None
+    return all(mine.shape == theirs.shape for mine, theirs in zip(low, adapter.stacked()))
 
 
 class MixedExperts:
@@ -103,4 +134,4 @@ class MixedExperts:
 
 def experts_of(form: FusedMoeLayer, module: nn.Module, dtype: torch.dtype) -> CodedExperts | MixedExperts:
     """How a step runs the experts of a layer."""
-    return CodedExperts(form, module) if CodedExperts.fits(form.experts) else MixedExperts(form, module, dtype)
+    return CodedExperts(form, module, dtype) if CodedExperts.fits(form.experts) else MixedExperts(form, module, dtype)
