@@ -43,8 +43,7 @@ def test_compiles(name: str, capability: int, dtype: torch.dtype, monkeypatch: p
         CASES[name]("cpu", dtype)
     assert kernels
     decoding = "fourbit" in name or "experts" in name
-    found = [kernel.asm["ptx"] for kernel in kernels]
-    assert not decoding or any(ptx.count("prmt.b32") >= 10 or ptx.count("fma.rn.bf16x2") >= 8 for ptx in found)
+    assert not decoding or any(kernel.asm["ptx"].count("prmt.b32") >= 10 for kernel in kernels)
     for kernel in kernels:
         assert f".target sm_{capability}" in kernel.asm["ptx"]
         assert ("griddepcontrol.wait" in kernel.asm["ptx"]) == (capability >= 90)

@@ -56,16 +56,18 @@ def _lookup(planes: int, high_first: bool) -> str:
 def _e2m1_times_scale() -> str:
     """PTX that turns a word of eight e2m1 codes ($8) and a power of two, twice in bf16 ($9), into eight bf16 products ($0 to $7).
 
-    Exponent and mantissa bits of a code, put where those of a bf16 end and begin, are its value times 2^-126, subnormals
-    included: two exact products make the weight. Codes four apart lie in the two halves of a register.
+    `prmt` looks up high and low bytes of four bf16 values by the low three bits of their codes. By the codes' whole nibbles it
+    spreads the top bit of 0x80 where the high bit of a code is set: its bit 6 then is the sign. Products are exact.
     """
-    lines = ["{ .reg .b32 a, b, x, c, z; mov.b32 c, 0x7E807E80; mov.b32 z, 0x80008000;"]
-    for n in range(4):
-        sign, rest = 12 - 4 * n, 6 - 4 * n
+    lines = ["{ .reg .b32 m, w, h, l, s, p, q; and.b32 m, $8, 0x77777777; mov.b32 w, $8;"]
+    for first in (0, 4):
+        if first:
+            lines.append("shr.u32 m, m, 16; shr.u32 w, w, 16;")
         lines += [
-            f"shl.b32 a, $8, {sign}; {'shl' if rest > 0 else 'shr'}.b32 b, $8, {abs(rest)};",
-            "and.b32 a, a, 0x80008000; and.b32 b, b, 0x01C001C0; or.b32 x, a, b;",
-            f"fma.rn.bf16x2 x, x, c, z; fma.rn.bf16x2 x, x, $9, z; mov.b32 {{${n}, ${n + 4}}}, x;",
+            "prmt.b32 h, 0x3F3F3F00, 0x40404040, m; prmt.b32 l, 0xC0800000, 0xC0804000, m;",
+            "prmt.b32 s, 0x80808080, 0x80808080, w; shl.b32 s, s, 1; and.b32 s, s, 0x80808080; or.b32 h, h, s;",
+            "prmt.b32 p, l, h, 0x5140; prmt.b32 q, l, h, 0x7362; mul.rn.bf16x2 p, p, $9; mul.rn.bf16x2 q, q, $9;",
+            f"mov.b32 {{${first}, ${first + 1}}}, p; mov.b32 {{${first + 2}, ${first + 3}}}, q;",
         ]
     return " ".join([*lines, "}"])
 
