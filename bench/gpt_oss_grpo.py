@@ -55,8 +55,10 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def run(options: Any) -> None:
+    began = time.perf_counter()
     model = gpt_oss.build(options, options.prompt + options.completion)
     store_in_8_bits(model)
+    print(f"built in {time.perf_counter() - began:.1f} s", flush=True)
     trainer = Timed(
         options,
         model=model,
@@ -75,6 +77,7 @@ def run(options: Any) -> None:
             r=options.rank, lora_alpha=2 * options.rank, target_modules=gpt_oss.ATTENTION, target_parameters=gpt_oss.EXPERTS
         ),
     )  # fmt: skip
+    print(f"trainer ready after {time.perf_counter() - began:.1f} s", flush=True)
     trainer.train()
     trainer.note()
 

@@ -148,13 +148,15 @@ def store_in_8_bits(model: Any) -> None:
                 f"embedding='int8': the {name} of {type(model).__name__} is a {type(module).__name__}, which does more than a "
                 f"{plain.__name__}; leave embedding out"
             )
+    del module
     tied = head.weight is embedding.weight
     codes, scale = quantize_rows(embedding.weight.detach())
     small = EightBitEmbedding(embedding, codes, scale)
+    model.set_input_embeddings(small.train(embedding.training))
+    del embedding  # its memory, before the head's codes are made
     if not tied:
         codes, scale = quantize_rows(head.weight.detach())
     small_head = EightBitHead(head, codes, scale)
     if tied:
         small_head.weight, small_head.scale = small.weight, small.scale
-    model.set_input_embeddings(small.train(embedding.training))
     model.set_output_embeddings(small_head.train(head.training))
