@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..decode_reference import ExpertWeight
-from . import padded, parts
+from . import padded, parts, warps
 from .early_start import launch, wait_for_inputs
 from .fourbit_codes import MXFP4, code_table, code_tile, decoded, dot8, in_registers, packed
 
@@ -23,8 +23,6 @@ VECTOR_TOKENS = 2
 TILE = 16  # choices of an expert that share its decoded weights; twice as many where experts have more of them each
 MOST_EACH = 10
 J = 4  # words of a block of 32
-CHUNK = 32  # choices compared at a time with all others
-_CHUNK = tl.constexpr(CHUNK)
 
 
 @triton.jit
@@ -165,21 +163,17 @@ def _order_kernel(
     a_A = tl.arange(0, BLOCK_A)
     expert_A = tl.load(expert_ptr + a_A, mask=a_A < A, other=BLOCK_E).to(tl.int32)
     e_E = tl.arange(0, BLOCK_E)
-    count_E = tl.sum((expert_A[None, :] == e_E[:, None]).to(tl.int32), 1)
-    tiles_E = (count_E + TILE - 1) // TILE
+    chosen_AE = (expert_A[:, None] == e_E[None, :]).to(tl.int32)
+    tiles_E = (tl.sum(chosen_AE, 0) + TILE - 1) // TILE
     end_E = tl.cumsum(tiles_E, 0)
     n_N = tl.arange(0, BLOCK_N)
     total = tl.sum(tiles_E, 0)
     tile_expert = tl.sum((n_N[:, None] >= end_E[None, :]).to(tl.int32), 1)
     tl.store(tile_expert_ptr + n_N, tl.where(n_N < total, tile_expert, -1))
+    place_AE = tl.cumsum(chosen_AE, 0) - 1 + ((end_E - tiles_E) * TILE)[None, :]
+    place_A = tl.sum(place_AE * chosen_AE, 1)
     tl.debug_barrier()  # the places are empty before choices are put into them
-    for first in range(0, A, _CHUNK):
-        c_C = first + tl.arange(0, _CHUNK)
-        expert_C = tl.load(expert_ptr + c_C, mask=c_C < A, other=BLOCK_E).to(tl.int32)
-        earlier = (expert_A[None, :] == expert_C[:, None]) & (a_A[None, :] < c_C[:, None])
-        rank_C = tl.sum(earlier.to(tl.int32), 1)
-        start_C = tl.sum(tl.where(expert_C[:, None] == e_E[None, :], (end_E - tiles_E)[None, :], 0), 1)
-        tl.store(choice_ptr + start_C * TILE + rank_C, c_C, mask=c_C < A)
+    tl.store(choice_ptr + place_A, a_A, mask=a_A < A)
 
 
 @triton.jit
@@ -348,7 +342,8 @@ def _tiles(x_BM, expert_Bk, weight_Bk, gate_up, down, alpha, limit, table, regis
     )
     launch(
         _order_kernel, (1,), expert_Bk, choice, tile_expert, choices, E, BLOCK_A=padded(choices), BLOCK_E=padded(E),
-        BLOCK_S=padded(most * size), BLOCK_N=padded(most), TILE=size, num_warps=8,
+        BLOCK_S=padded(most * size), BLOCK_N=padded(most), TILE=size,
+        num_warps=warps(padded(choices) * padded(E), 16),
     )  # fmt: skip
     h_AF = torch.empty(choices, width, dtype=x_BM.dtype, device=x_BM.device)
     y_AM = torch.empty(choices, M, dtype=torch.float32, device=x_BM.device)
