@@ -10,6 +10,7 @@ import torch
 from longreach.attention import AttentionSpec, KeyValues, attention, select, use_backend
 from longreach.attention.aten import FlashForCpu
 from longreach.attention.reference import Reference
+from longreach.context import tree as tree_module
 from longreach.context.tree import IGNORE, Segment, TokenTree
 
 F64 = torch.float64
@@ -139,6 +140,20 @@ def test_chunks_of_a_tree_equal_the_dense_mask(chunk, window, sinks, softcap):
         dsink = dsink + got[3] if sinks else 0
     if sinks:
         torch.testing.assert_close(dsink, grads[3], rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize(("chunk", "most"), [(1, 6), (2, 8), (5, 20), (16, 24)])
+def test_long_key_ranges_are_cut_by_the_size_of_chunks(chunk, most, monkeypatch):
+    """Small chunks make calls on few keys, which together are all keys before the chunk, each once."""
+    monkeypatch.setattr(tree_module, "SMALL_KEY_BLOCK", 6)
+    monkeypatch.setattr(tree_module, "KEY_BLOCK", 24)
+    layout = TokenTree.from_sequences([list(range(100))]).layout
+    for c in layout.chunks(chunk):
+        own, *before = c.calls()
+        assert own.keys == ((c.start, c.stop),)
+        assert [k for call in before for k in range(*call.keys[0])] == list(range(c.start))
+        assert max((call.keys[0][1] - call.keys[0][0] for call in before), default=0) == min(most, c.start)
+    test_chunks_of_a_tree_equal_the_dense_mask(chunk, None, True, None)
 
 
 def test_large_sinks_take_everything():

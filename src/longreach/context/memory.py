@@ -161,16 +161,17 @@ def _keys(work: Work, policy: Policy) -> tuple[int, int]:
     # Of earlier keys, those of one attention call and of the next one, which are on their way; a segment's last chunk is
     # visited first, when no earlier key is owed anything yet.
     chunks = work.chunks(policy.chunk)
-    seen = max(_two_calls(chunk) for chunk in chunks)
+    seen = max(_two_calls(chunk, policy.chunk) for chunk in chunks)
     owed = max(
-        _two_calls(c._replace(reach=c.reach - c.rows) if c.reach > c.rows and c.pieces == 1 else c) for c in chunks
+        _two_calls(c._replace(reach=c.reach - c.rows) if c.reach > c.rows and c.pieces == 1 else c, policy.chunk)
+        for c in chunks
     )
     own = min(policy.chunk, work.tokens)
     return 2 * seen * width * b, 2 * (owed + own) * width * FLOAT
 
 
-def _two_calls(chunk: ChunkShape) -> int:
-    return max(sum(pair) for pair in itertools.pairwise([0, 0, *key_counts((None,), chunk)[1:]]))
+def _two_calls(chunk: ChunkShape, size: int) -> int:
+    return max(sum(pair) for pair in itertools.pairwise([0, 0, *key_counts((None,), chunk, size)[1:]]))
 
 
 def _moments(work: Work, policy: Policy) -> dict[str, dict[str, int]]:

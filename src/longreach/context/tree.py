@@ -20,6 +20,7 @@ IGNORE = -100  # a label nobody asks for (PyTorch's cross-entropy convention)
 ROOT = -1
 CUT_ABOVE = 64  # segments up to this long are not cut at their first and last label: more calls would cost more
 KEY_BLOCK = 32768  # keys of one unmasked kernel call: bounds the temporary dk, dv of a long context
+SMALL_KEY_BLOCK = 8192  # the fewest that a small chunk's calls are cut to
 
 Ids = Sequence[int] | Tensor
 
@@ -268,7 +269,7 @@ class Layout:
                 groups[-1].append(piece)
             else:
                 groups.append([piece])
-        self._chunks[key] = tuple(Chunk(self, tuple(g)) for g in groups)
+        self._chunks[key] = tuple(Chunk(self, tuple(g), size) for g in groups)
         return self._chunks[key]
 
     def _fits(self, group: list[Piece], piece: Piece, size: int, cut_at_reads: bool) -> bool:
@@ -306,11 +307,21 @@ class Layout:
         return out[::-1]
 
 
-class Chunk:
-    """A run of packed tokens [start, stop): computed together token by token, attention piece by piece."""
+def key_block(chunk: int) -> int:
+    """Most keys of one kernel call, by the tokens of a chunk: who makes chunks small wants memory, and a call's dk, dv would
+    outweigh the rest of a small chunk's workspace."""
+    return min(KEY_BLOCK, max(SMALL_KEY_BLOCK, 4 * chunk))
 
-    def __init__(self, layout: Layout, pieces: tuple[Piece, ...]) -> None:
+
+class Chunk:
+    """A run of packed tokens [start, stop): computed together token by token, attention piece by piece.
+
+    `size` is the most tokens that a chunk may hold in this run.
+    """
+
+    def __init__(self, layout: Layout, pieces: tuple[Piece, ...], size: int) -> None:
         self.layout = layout
+        self.key_block = key_block(size)
         self.pieces = pieces
         self.start, self.stop = pieces[0].start, pieces[-1].stop
         self.reads = layout.reads(self.start, self.stop)
@@ -369,12 +380,12 @@ class Chunk:
                     runs[-1][1] = q1
                 else:
                     runs.append([q0, q1, k0, k1])
-            calls += _varlen(runs)
+            calls += _varlen(runs, self.key_block)
         return calls
 
 
-def _varlen(runs: list[list[int]]) -> list[BlockCall]:
-    """One call per stretch of neighbouring queries and keys; long key ranges alone, cut into blocks."""
+def _varlen(runs: list[list[int]], most: int) -> list[BlockCall]:
+    """One call per stretch of neighbouring queries and keys; key ranges longer than `most` alone, cut into blocks."""
     calls: list[BlockCall] = []
     batch: list[list[int]] = []
 
@@ -387,13 +398,13 @@ def _varlen(runs: list[list[int]]) -> list[BlockCall]:
             batch.clear()
 
     for q0, q1, k0, k1 in runs:
-        if k1 - k0 > KEY_BLOCK:
+        if k1 - k0 > most:
             flush()
-            for k in range(k0, k1, KEY_BLOCK):
-                end = min(k + KEY_BLOCK, k1)
+            for k in range(k0, k1, most):
+                end = min(k + most, k1)
                 calls.append(BlockCall(q0, q1, ((k, end),), (0, q1 - q0), (0, end - k), causal=False))
             continue
-        if batch and (batch[-1][1] != q0 or batch[-1][3] != k0 or k1 - batch[0][2] > KEY_BLOCK):
+        if batch and (batch[-1][1] != q0 or batch[-1][3] != k0 or k1 - batch[0][2] > most):
             flush()
         batch.append([q0, q1, k0, k1])
     flush()

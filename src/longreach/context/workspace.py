@@ -15,7 +15,7 @@ from ..quant.embedding import SLICE
 from ..quant.mixture import ROWS_AT_ONCE
 from .policy import Policy
 from .shape import QK_NORM
-from .tree import KEY_BLOCK
+from .tree import key_block
 from .work import FLOAT, ChunkShape, Work
 
 Windows = tuple[int | None, ...]
@@ -66,7 +66,7 @@ class ChunkSizes:
         return cls(
             M=row, Q=rows * shape.query * b, K=rows * shape.keys * b,
             mlp=mlp, dmlp=dmlp, kept=kept, wide=FLOAT / b, lse=2 * rows * shape.heads * FLOAT,
-            adapter=adapter, calls=tuple(n * shape.keys * b for n in key_counts(windows, chunk)),
+            adapter=adapter, calls=tuple(n * shape.keys * b for n in key_counts(windows, chunk, policy.chunk)),
             grouped=shape.heads != shape.kv_heads, fused=shape.fused, sandwich=shape.sandwich,
             qk_norm=shape.kind in QK_NORM, sinks=shape.kind == "gpt_oss", fetched=fetched, saved=policy.save_attention,
         )  # fmt: skip
@@ -139,14 +139,16 @@ def _mlp(work: Work, rows: int) -> tuple[int, int, int]:
     return forward, backward, forward
 
 
-def key_counts(windows: Windows, chunk: ChunkShape) -> list[int]:
-    """Keys of each attention call of a chunk: its own, then blocks of those before it; a window takes one call."""
+def key_counts(windows: Windows, chunk: ChunkShape, size: int) -> list[int]:
+    """Keys of each attention call of a chunk: its own, then blocks of those before it; a window takes one call. Chunks hold at
+    most `size` tokens."""
     rows, reach = chunk.rows, chunk.reach
     if None not in windows:
         return [rows + min(reach * chunk.pieces, chunk.pieces * max(window or 0 for window in windows))]
-    blocks, rest = divmod(reach, KEY_BLOCK)
+    block = key_block(size)
+    blocks, rest = divmod(reach, block)
     # Of more than two whole blocks, two tell as much.
-    return [rows, *[KEY_BLOCK] * min(blocks, 2), *([rest] if rest else [])]
+    return [rows, *[block] * min(blocks, 2), *([rest] if rest else [])]
 
 
 def head_bytes(work: Work) -> int:
