@@ -23,12 +23,26 @@ from typing import Any
 
 import torch
 
-from bench import measure, models
+from bench import logprobs, measure, models
 from longreach.rollout import RolloutOptions, SamplingParams, generate, joined, release_rollout, rollout_engine
 
 BANDWIDTH = 4.3e12  # bytes per second of an H200, as measured
 GROUP = 8
-KEY = ("engine", "case", "model", "layers", "weights", "batch", "prompt", "new", "group", "shared", "modules", "cublas")
+KEY = (
+    "engine",
+    "case",
+    "model",
+    "layers",
+    "weights",
+    "batch",
+    "prompt",
+    "new",
+    "group",
+    "shared",
+    "modules",
+    "cublas",
+    "adapters",
+)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -42,7 +56,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--cublas", action="store_true", help="dense products by cuBLAS whatever the number of rows")
     parser.add_argument("--peers", action="store_true", help="also Transformers' generate and continuous batching")
     parser.add_argument("--prefix", type=int, default=0, help="instead: a group of 16 on a prompt of so many tokens")
-    parser.add_argument("--logprobs", action="store_true", help="also: the engine's log-probs against the trainer's")
+    parser.add_argument(
+        "--logprobs",
+        action="store_true",
+        help="also: the engine's log-probs against the trainer's (see bench.logprobs)",
+    )
     parser.add_argument("--profile", action="store_true", help="write the kernels' times beside the results")
     options = measure.parse(parser, argv)
     if options.tiny:
@@ -77,7 +95,7 @@ class Bench:
                 self.transformers(batch)
                 self.continuous(batch)
         if self.options.logprobs:
-            self.logprobs()  # last: it casts the model
+            self.logprobs()  # last: it changes the adapters
 
     # ---- ours
 
@@ -116,31 +134,11 @@ class Bench:
         return entry
 
     def logprobs(self) -> None:
-        """|engine - trainer| in nats over 10,240 tokens; and the trainer's own distance from itself in fp32."""
-        import longreach
-
-        length, new = self.options.lengths[0], max(4, min(160, self.options.new))
-        prompts = self.prompts(8, length)
-        sampling = SamplingParams(max_new_tokens=new, stop_ids=())
-        out = generate(self.model, prompts, sampling=sampling, group=8)
-        tree = longreach.TokenTree.from_groups(
-            [(p, [c.ids for c in out[i * 8 : i * 8 + 8]]) for i, p in enumerate(prompts)]
-        )
-
-        def scored(model: Any) -> torch.Tensor:
-            longreach.enable(model, parity_check=False)
-            with torch.no_grad():
-                return torch.cat(longreach.token_logprobs(model, tree)).float().cpu()
-
-        trainer = scored(self.model)
-        gap = (trainer - torch.cat([torch.tensor(c.logprobs) for c in out])).abs()
-        release_rollout(self.model)
-        own = (trainer - scored(self.model.float())).abs()
-        found = {
-            "tokens": len(gap), "mean_abs": float(gap.mean()), "p99": float(gap.quantile(0.99)),
-            "bf16_itself_mean_abs": float(own.mean()), "bf16_itself_p99": float(own.quantile(0.99)),
-        }  # fmt: skip
-        self.note("longreach log-probs", 64, 8, length, new, **found)
+        """The engine's log-probs against the trainer's in bf16 and in fp32, over 10,240 tokens."""
+        length, new = self.options.lengths[0], max(4, min(logprobs.TOKENS, self.options.new))
+        for adapters in logprobs.ADAPTERS:
+            found = logprobs.differences(self.model, self.prompts(8, length), new, adapters)
+            self.note("longreach log-probs", 64, 8, length, new, **found)
 
     def touched(self, batch: int) -> float:
         """Share of the experts that some row of a step chooses, if all are as likely."""
@@ -244,11 +242,8 @@ class Bench:
 def record(path: Path, entry: dict[str, Any], commit: str | None) -> None:
     """Print an entry and put it into the file in place of an older one of the same case."""
     entry = measure.put(path, entry, commit or os.environ.get("COMMIT"), KEY)
-    if "mean_abs" in entry:
-        print(
-            f"log-probs: engine and trainer differ by {entry['mean_abs']:.5f} (p99 {entry['p99']:.4f}) nats, the trainer in bf16 "
-            f"and in fp32 by {entry['bf16_itself_mean_abs']:.5f} (p99 {entry['bf16_itself_p99']:.4f})"
-        )
+    if "adapters" in entry:
+        print(logprobs.text_of(entry), flush=True)
         return
     rate = entry.get("tokens_per_s")
     share = f", {entry['roofline']:.0%} of the roofline" if entry.get("roofline") else ""

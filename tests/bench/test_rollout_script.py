@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from bench import rollout
+from bench import logprobs, rollout
 
 
 @pytest.mark.parametrize(
@@ -19,4 +19,15 @@ def test_rollout(arguments, tmp_path):
     if "--prefix" in arguments:
         assert [e["shared"] for e in entries] == [True, False]
     if "--logprobs" in arguments:
-        assert entries[-1]["mean_abs"] < 0.02
+        found = [e for e in entries if e["engine"] == "longreach log-probs"]
+        assert [e["adapters"] for e in found] == ["random", "trained"]
+        assert all(0 < e["engine_trainer_mean"] <= 2 * e["trainer_fp32_mean"] < 0.02 for e in found)
+
+
+def test_log_probs_alone(tmp_path):
+    out = tmp_path / "rollout.json"
+    logprobs.main(["--device", "cpu", "--tiny", "--new", "8", "--out", str(out)])
+    entries = json.loads(out.read_text())
+    assert [e["tokens"] for e in entries] == [512, 512]
+    # The two strengths are two measurements, of different adapters.
+    assert entries[0]["engine_fp32_mean"] != entries[1]["engine_fp32_mean"]
