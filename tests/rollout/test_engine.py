@@ -12,6 +12,7 @@ from transformers import GenerationConfig
 import longreach
 from longreach.context.support import UnsupportedModelError
 from longreach.quant import MXFP4, NF4
+from longreach.quant.embedding import store_in_8_bits
 from longreach.quant.experts import FourBitExperts
 from longreach.quant.linear import FourBitLinear
 from longreach.rollout import RolloutOptions, SamplingParams, generate, moe_step, release_rollout, rollout_engine
@@ -110,6 +111,14 @@ def test_adapters_of_experts(name, form):
         model, prompts_of(), sampling=GREEDY, options=RolloutOptions(rows=7, page=16, fused=False)
     )
     assert [c.ids for c in again] == [c.ids for c in through_modules] == [stock_greedy(model, p) for p in prompts_of()]
+
+
+def test_tables_in_8_bits():
+    model = build("qwen3", torch.float32, lora=True).eval()
+    store_in_8_bits(model.get_base_model())
+    got = generate(model, prompts_of(), sampling=GREEDY, options=SMALL)
+    assert isinstance(rollout_engine(model).step, FusedStep)
+    assert [c.ids for c in got] == [stock_greedy(model, p) for p in prompts_of()]
 
 
 def test_experts_take_more_rows_than_their_kernel(monkeypatch):

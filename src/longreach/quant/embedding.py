@@ -91,6 +91,11 @@ class EightBitEmbedding(_EightBit, nn.Embedding):  # type: ignore[misc]
         return rows_of(F.embedding(ids, self.weight), self.scale[ids], self.dtype)
 
 
+def rows_dtype(embedding: Any) -> torch.dtype:
+    """What an embedding hands out: the dtype of its weight, unless that is stored in 8 bits."""
+    return embedding.dtype if isinstance(embedding, EightBitEmbedding) else embedding.weight.dtype
+
+
 class EightBitHead(_EightBit, nn.Linear):  # type: ignore[misc]
     """`nn.Linear` over the vocabulary with rows in 8 bits; the backward is that of its input only."""
 

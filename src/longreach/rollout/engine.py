@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ..context.install import Engine, enable, engine_of
 from ..context.reuse import Prefill
+from ..quant.embedding import rows_dtype
 from .cache import LayerCache, Limits, PagePool
 from .fused_step import FusedStep
 from .graphs import GraphLadder
@@ -143,9 +144,10 @@ class RolloutEngine:
 
     def _setting(self) -> tuple[Any, ...]:
         """What the kinds of the tensors depend on."""
-        weight = self.engine.causal.get_input_embeddings().weight
-        kind = weight.device.type
-        return weight.device, weight.dtype, torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+        embedding = self.engine.causal.get_input_embeddings()
+        device = embedding.weight.device
+        autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
+        return device, rows_dtype(embedding), autocast
 
     def _fits(self, limits: Limits, demand: Demand) -> bool:
         """Whether memory made for another call serves this one as well as memory of its own would."""
