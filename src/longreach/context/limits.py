@@ -51,7 +51,7 @@ def this_machine(device: str | None = None, processes: int = 1) -> Limits:
     """The limits here.
 
     Args:
-        device: e.g. "cuda:1" or "cpu"; None for the first card, or the CPU where there is none.
+        device: e.g. "cuda:1" or "cpu"; None for the current card, or the CPU where there is none.
         processes: that share this host, each with a card of its own.
     """
     import torch
@@ -59,7 +59,8 @@ def this_machine(device: str | None = None, processes: int = 1) -> Limits:
     host = host_total() // max(1, processes)
     if (device is None and not torch.cuda.is_available()) or (device is not None and not device.startswith("cuda")):
         return Limits(int(HOST_SHARE * host), host, CARDS["CPU"], offload=False)
-    where = torch.device(device or "cuda")
+    index = torch.device(device or "cuda").index
+    where = torch.cuda.current_device() if index is None else index
     facts = torch.cuda.get_device_properties(where)
     fraction = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)(where)
     return Limits(int(facts.total_memory * min(1.0, fraction)), host, card_named(facts.name))

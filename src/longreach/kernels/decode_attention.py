@@ -146,7 +146,6 @@ def decode_attention(
     out: Tensor | None = None,
     prefix_k_pages: Tensor | None = None,
     prefix_v_pages: Tensor | None = None,
-    ahead: Tensor | None = None,
 ) -> Tensor:
     """softmax(softcap(scale * q k')) v of one query a row, over its prefix and its own keys; splits are merged in a fixed order.
 
@@ -160,7 +159,6 @@ def decode_attention(
         sinks_H: one more key a head with this logit and value zero (gpt-oss).
         out: [B, H, W]; None for a new tensor.
         prefix_k_pages, prefix_v_pages: pages of the prefixes, where they lie in a pool of their own.
-        ahead: what the next product reads first, brought into the L2 cache at the end of this (see `decode_ops`).
 
     Returns:
         out [B, H, W] in q's dtype; zero for idle rows.
@@ -186,6 +184,6 @@ def decode_attention(
     check_shape(op, "out", out, (B, H, W), "q and v")
     check_rows(op, q=q_BHD, k=k_NPKD, v=v_NPKW, prefix_k=prefix_k, prefix_v=prefix_v, sinks=sinks_H, out=out)
     twin = decode_reference if q_BHD.is_cuda or q_BHD.dtype == torch.float64 else decode_cpu
-    call = AttentionCall(q_BHD, k_NPKD, v_NPKW, prefix_k, prefix_v, plan, out, scale, softcap, sinks_H, ahead)
+    call = AttentionCall(q_BHD, k_NPKD, v_NPKW, prefix_k, prefix_v, plan, out, scale, softcap, sinks_H)
     implementation(q_BHD, "decode_attention", twin).decode_attention(call)
     return out

@@ -22,7 +22,7 @@ Part = tuple[Tensor, Tensor]  # out [..., rows, W], normalized; lse [..., rows]
 
 def decode_attention(call: AttentionCall) -> None:
     """As `decode_reference.decode_attention`."""
-    q_BHD, k_NPKD, v_NPKW, prefix_k, prefix_v, plan, out, scale, softcap, sinks_H, _ = call
+    q_BHD, k_NPKD, v_NPKW, prefix_k, prefix_v, plan, out, scale, softcap, sinks_H = call
     own_B, P = plan.own_length_B.long(), plan.page
     active = own_B.nonzero().flatten()
     out[own_B == 0] = 0

@@ -3,10 +3,6 @@
 A matrix product gives the columns [y | t]: y the outputs of base layers side by side, t = x A' of their adapters, r columns each.
 The ops here add t B', the scale of the adapter folded into B, before they use y.
 
-Between two products the memory would idle, and products of few rows do nothing but read weights. So an op takes `ahead`, a
-contiguous tensor of which it asks for the first 24 MiB to be brought into the L2 cache meanwhile (Hopper and later; no result
-depends on it).
-
 Shape suffixes: B rows, N columns of a product's result, O output features, r rank, H query heads, K key heads, D head size,
 R rotary width, S positions, P tokens of a page, F MLP width, M hidden size, V vocabulary.
 """
@@ -87,12 +83,7 @@ def decode_qkv(
 
 
 def decode_swiglu(
-    y_BN: Tensor,
-    *,
-    lora_b_Or: Tensor | None = None,
-    bias_O: Tensor | None = None,
-    activation: str = "silu",
-    ahead: Tensor | None = None,
+    y_BN: Tensor, *, lora_b_Or: Tensor | None = None, bias_O: Tensor | None = None, activation: str = "silu"
 ) -> Tensor:
     """act(gate) * up as `swiglu`, adapters and bias added to gate and up first.
 
@@ -100,7 +91,6 @@ def decode_swiglu(
         y_BN: columns [gate | up | t_gate | t_up], 2F and 2r of them and no more; any stride along B.
         lora_b_Or: [2F, r].
         bias_O: [2F].
-        ahead: what the next product reads first; see above.
 
     Returns:
         [B, F] in y's dtype.
@@ -111,7 +101,7 @@ def decode_swiglu(
     features = y_BN.shape[-1] // 2 - (0 if lora_b_Or is None else lora_b_Or.shape[-1])
     _check_low_rank(op, y_BN, 2 * features, 2, lora_b_Or, bias_O)
     return implementation(y_BN, "decode_ops", decode_reference).decode_swiglu(
-        y_BN, features, lora_b_Or, bias_O, activation, ahead
+        y_BN, features, lora_b_Or, bias_O, activation
     )
 
 
@@ -125,7 +115,6 @@ def decode_add_norm(
     bias_M: Tensor | None = None,
     post_weight_M: Tensor | None = None,
     unit_offset: bool = False,
-    ahead: Tensor | None = None,
 ) -> Tensor:
     """h += y, adapter and bias added to y first, and the RMS norm of that (`rms_norm`).
 
@@ -135,7 +124,6 @@ def decode_add_norm(
         lora_b_Or: [M, r].
         bias_M: of the base layer.
         post_weight_M: y goes through a norm of its own, with this weight, before it is added (Gemma 2 and 3).
-        ahead: what the next product reads first; see above.
 
     Returns:
         norm(h) [B, M] in y's dtype.
@@ -152,7 +140,7 @@ def decode_add_norm(
     if post_weight_M is not None:
         check_shape(op, "post_weight", post_weight_M, (M,), "h")
     return implementation(y_BN, "decode_ops", decode_reference).decode_add_norm(
-        h_BM, y_BN, weight_M, eps, lora_b_Or, bias_M, post_weight_M, unit_offset, ahead
+        h_BM, y_BN, weight_M, eps, lora_b_Or, bias_M, post_weight_M, unit_offset
     )
 
 

@@ -37,11 +37,10 @@ class AttentionCall(NamedTuple):
     scale: float
     softcap: float | None
     sinks_H: Tensor | None
-    ahead: Tensor | None = None
 
 
 def decode_attention(call: AttentionCall) -> None:
-    q_BHD, k_NPKD, v_NPKW, prefix_k, prefix_v, plan, out, scale, softcap, sinks_H, _ = call
+    q_BHD, k_NPKD, v_NPKW, prefix_k, prefix_v, plan, out, scale, softcap, sinks_H = call
     own, prefix_of, prefix = (x.tolist() for x in (plan.own_length_B, plan.prefix_of_B, plan.prefix_length_G))
     for b, (n, g) in enumerate(zip(own, prefix_of)):
         if n == 0:
@@ -170,12 +169,7 @@ def decode_qkv(
 
 
 def decode_swiglu(
-    y_BN: Tensor,
-    features: int,
-    lora_b_Or: Tensor | None,
-    bias_O: Tensor | None,
-    activation: str,
-    ahead: Tensor | None,
+    y_BN: Tensor, features: int, lora_b_Or: Tensor | None, bias_O: Tensor | None, activation: str
 ) -> Tensor:
     gate_BF, up_BF = _complete(y_BN, [features, features], lora_b_Or, bias_O).chunk(2, 1)
     return reference.swiglu(gate_BF, up_BF, activation=activation)
@@ -190,7 +184,6 @@ def decode_add_norm(
     bias_M: Tensor | None,
     post_weight_M: Tensor | None,
     unit_offset: bool,
-    ahead: Tensor | None,
 ) -> Tensor:
     y_BM = _complete(y_BN, [h_BM.shape[1]], lora_b_Or, bias_M)
     if lora_b_Or is not None:

@@ -21,6 +21,7 @@ from ..context.logprob import final_scale
 from ..kernels.decode_attention import decode_attention
 from ..kernels.decode_ops import decode_add_norm, decode_qkv, decode_swiglu
 from ..kernels.norm import rms_norm
+from ..quant.embedding import rows_dtype
 from .cache import Kind
 from .joined import JoinedLinears
 from .module_step import decode_plans
@@ -96,8 +97,8 @@ class FusedStep:
     @classmethod
     def of(cls, engine: Engine, state: RowState) -> FusedStep | None:
         """The step of a model, or None where its modules must run."""
-        weight = engine.causal.get_input_embeddings().weight
-        dtype, device = weight.dtype, weight.device.type
+        embedding = engine.causal.get_input_embeddings()
+        dtype, device = rows_dtype(embedding), embedding.weight.device.type
         if dtype not in DTYPES or (torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != dtype):
             return None
         forms = [fused_layer(layer, dtype, keep=False) for layer in engine.layers]
@@ -143,8 +144,7 @@ class FusedStep:
         x_BM, _ = rms_norm(h_BM, first.weight, first.eps, unit_offset=first.unit_offset)
         for i, layer in enumerate(self.layers):
             after = self.layers[i + 1].norm_in if i + 1 < len(self.layers) else self.norm
-            later = self.layers[i + 1].qkv.first_read if i + 1 < len(self.layers) else None
-            x_BM = self._layer(i, layer, h_BM, x_BM, after, later, tables[self.types[i]], rows)
+            x_BM = self._layer(i, layer, h_BM, x_BM, after, tables[self.types[i]], rows)
         logits_BV = self.engine.causal.get_output_embeddings()(x_BM)
         if self.softcap is not None:
             logits_BV = self.softcap * torch.tanh(logits_BV / self.softcap)
@@ -169,11 +169,10 @@ class FusedStep:
         h_BM: Tensor,
         x_BM: Tensor,
         after: _Norm,
-        later: Tensor | None,
         cos_sin: tuple[Tensor, Tensor],
         rows: int,
     ) -> Tensor:
-        """Adds the layer to h in place; returns the next layer's normed input. `later` is what that layer reads first."""
+        """Adds the layer to h in place; returns the next layer's normed input."""
         form, pool, state = layer.form, self.state.pool, self.state
         k_pages, v_pages, plan = pool.k[index], pool.v[index], self._plans[rows][layer.window]
         q_BHD = decode_qkv(
@@ -186,34 +185,22 @@ class FusedStep:
         with pool.prompts_of(index) as (prompt_k, prompt_v):
             a_BHD = decode_attention(
                 q_BHD, k_pages, v_pages, plan, scale=form.scale, sinks_H=form.sinks, prefix_k_pages=prompt_k,
-                prefix_v_pages=prompt_v, ahead=layer.out.first_read,
+                prefix_v_pages=prompt_v,
             )  # fmt: skip
-        mlp = None if layer.experts is not None else layer.gate_up.first_read
-        x_BM = self._join(h_BM, layer.out, layer.out(a_BHD.flatten(1)), layer.norm_mlp, form, 0, mlp)
+        x_BM = self._join(h_BM, layer.out, layer.out(a_BHD.flatten(1)), layer.norm_mlp, form, 0)
         if layer.experts is not None:
-            return self._join(h_BM, None, layer.experts(x_BM), after, form, 1, later)
-        z_BF = decode_swiglu(
-            layer.gate_up(x_BM), lora_b_Or=layer.gate_up.lora_b_Or, activation=form.family.activation,
-            ahead=layer.down.first_read,
-        )  # fmt: skip
-        return self._join(h_BM, layer.down, layer.down(z_BF), after, form, 1, later)
+            return self._join(h_BM, None, layer.experts(x_BM), after, form, 1)
+        z_BF = decode_swiglu(layer.gate_up(x_BM), lora_b_Or=layer.gate_up.lora_b_Or, activation=form.family.activation)
+        return self._join(h_BM, layer.down, layer.down(z_BF), after, form, 1)
 
     def _join(
-        self,
-        h_BM: Tensor,
-        group: JoinedLinears | None,
-        y_BN: Tensor,
-        norm: _Norm,
-        form: FusedLayer,
-        which: int,
-        ahead: Tensor | None,
+        self, h_BM: Tensor, group: JoinedLinears | None, y_BN: Tensor, norm: _Norm, form: FusedLayer, which: int
     ) -> Tensor:
         """h += a product's output [normed], its bias and adapter added; returns norm(h)."""
         return decode_add_norm(
             h_BM, y_BN, norm.weight, norm.eps, lora_b_Or=None if group is None else group.lora_b_Or,
             bias_M=None if group is None else group.bias_O,
             post_weight_M=None if form.norm_after is None else form.norm_after[which].weight, unit_offset=norm.unit_offset,
-            ahead=ahead,
         )  # fmt: skip
 
 

@@ -60,11 +60,6 @@ class JoinedLinears:
         self.a_RI = self.weight_OI[len(self.weight_OI) - self.ranks :]
         self.places = [line.base.weight.data_ptr() for line in lines]
 
-    @property
-    def first_read(self) -> Tensor:
-        """The weight that the product reads first."""
-        return self.parts[0].codes if self.parts else self.weight_OI
-
     @staticmethod
     def joins(modules: Sequence[nn.Module], dtype: torch.dtype) -> bool:
         """Whether a group can be joined."""

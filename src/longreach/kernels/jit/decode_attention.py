@@ -14,7 +14,7 @@ import triton.language as tl
 from ..decode_attention import DecodePlan
 from ..decode_reference import AttentionCall
 from . import padded
-from .early_start import ahead_of, fetch_ahead, launch, wait_for_inputs
+from .early_start import launch, wait_for_inputs
 
 JOINED = 4096  # numbers of partials merged at a time
 PROGRAMS = 2112  # at most: sixteen a multiprocessor of the largest cards; beyond that a program takes several items
@@ -244,13 +244,12 @@ def _merge_part(acc_W, total, top, at, count, lse_ptr, part_ptr, H: tl.constexpr
     return acc_W, total
 
 
-@triton.jit(do_not_specialize=["G", "own_splits", "partials", "pieces"])
+@triton.jit(do_not_specialize=["G", "own_splits", "partials"])
 def _merge_kernel(
-    out_ptr, part_ptr, lse_ptr, sinks_ptr, prefix_of_ptr, splits_ptr, ahead_ptr, pieces, out_row, out_head,
+    out_ptr, part_ptr, lse_ptr, sinks_ptr, prefix_of_ptr, splits_ptr, out_row, out_head,
     G, own_splits, partials, PREFIXES: tl.constexpr, H: tl.constexpr, W: tl.constexpr, BLOCK_W: tl.constexpr,
     BLOCK_OWN: tl.constexpr, BLOCK_PREFIX: tl.constexpr, JOIN: tl.constexpr, SINKS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    fetch_ahead(ahead_ptr, pieces, EARLY)
     wait_for_inputs(EARLY)
     b = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -298,7 +297,7 @@ def _tile(plan: DecodePlan, dtype: torch.dtype, D: int) -> dict[str, int]:
 
 
 def decode_attention(call: AttentionCall) -> None:
-    q_BHD, k_NPKD, v_NPKW, prefix_k, prefix_v, plan, out, scale, softcap, sinks_H, ahead = call
+    q_BHD, k_NPKD, v_NPKW, prefix_k, prefix_v, plan, out, scale, softcap, sinks_H = call
     B, H, D = q_BHD.shape
     (G, M), K, W = plan.members_GM.shape, plan.kv_heads, plan.head_dim
     partials, block_w = plan.own_splits + plan.prefix_splits, max(16, padded(W))
@@ -314,7 +313,7 @@ def decode_attention(call: AttentionCall) -> None:
     )  # fmt: skip
     launch(
         _merge_kernel, (B, H), out, plan.partial, plan.partial_lse, out if sinks_H is None else sinks_H, plan.prefix_of_B,
-        plan.splits_Q, *ahead_of(ahead, out), *out.stride()[:2], G, plan.own_splits, partials,
-        PREFIXES=G > 0, H=H, W=W, BLOCK_W=block_w, BLOCK_OWN=padded(plan.own_splits),
-        BLOCK_PREFIX=padded(max(plan.prefix_splits, 1)), JOIN=max(4, JOINED // block_w), SINKS=sinks_H is not None, num_warps=4,
+        plan.splits_Q, *out.stride()[:2], G, plan.own_splits, partials, PREFIXES=G > 0, H=H, W=W, BLOCK_W=block_w,
+        BLOCK_OWN=padded(plan.own_splits), BLOCK_PREFIX=padded(max(plan.prefix_splits, 1)), JOIN=max(4, JOINED // block_w),
+        SINKS=sinks_H is not None, num_warps=4,
     )  # fmt: skip

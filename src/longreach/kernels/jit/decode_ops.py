@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import padded, parts, warps
-from .early_start import ahead_of, fetch_ahead, launch, wait_for_inputs
+from .early_start import launch, wait_for_inputs
 from .swiglu import _squash
 
 ROWS = 16
@@ -136,13 +136,12 @@ def _qkv_kernel(
         _put(at_B, rest, inside_B, 2 * HALF, REST, BLOCK_REST)
 
 
-@triton.jit(do_not_specialize=["B", "pieces"])
+@triton.jit(do_not_specialize=["B"])
 def _swiglu_kernel(
-    y_ptr, lora_ptr, bias_ptr, h_ptr, ahead_ptr, pieces, B, y_row, F: tl.constexpr, BLOCK_F: tl.constexpr, RANK: tl.constexpr,
+    y_ptr, lora_ptr, bias_ptr, h_ptr, B, y_row, F: tl.constexpr, BLOCK_F: tl.constexpr, RANK: tl.constexpr,
     BLOCK_R: tl.constexpr, BIAS: tl.constexpr, GELU: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    fetch_ahead(ahead_ptr, pieces, EARLY)
     wait_for_inputs(EARLY)
     b_B = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside_B = b_B < B
@@ -156,13 +155,12 @@ def _swiglu_kernel(
     _put(h_ptr + b_B.to(tl.int64) * F + first, gate * _squash(gate, GELU) * up, inside_B, 0, SIZE, BLOCK_F)
 
 
-@triton.jit(do_not_specialize=["B", "pieces"])
+@triton.jit(do_not_specialize=["B"])
 def _complete_kernel(
-    y_ptr, lora_ptr, bias_ptr, ahead_ptr, pieces, B, y_row, M: tl.constexpr, BLOCK_M: tl.constexpr, RANK: tl.constexpr,
+    y_ptr, lora_ptr, bias_ptr, B, y_row, M: tl.constexpr, BLOCK_M: tl.constexpr, RANK: tl.constexpr,
     BLOCK_R: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """y += bias + t B', in place."""
-    fetch_ahead(ahead_ptr, pieces, EARLY)
     wait_for_inputs(EARLY)
     b_B = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside_B = b_B < B
@@ -176,12 +174,11 @@ def _complete_kernel(
     tl.store(at_B[:, None] + first + o_O[None, :], y_BO.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["pieces"])
+@triton.jit
 def _norm_kernel(
-    h_ptr, y_ptr, bias_ptr, post_ptr, weight_ptr, x_ptr, ahead_ptr, pieces, y_row, eps, M: tl.constexpr, BLOCK: tl.constexpr,
+    h_ptr, y_ptr, bias_ptr, post_ptr, weight_ptr, x_ptr, y_row, eps, M: tl.constexpr, BLOCK: tl.constexpr,
     BIAS: tl.constexpr, POST: tl.constexpr, UNIT_OFFSET: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    fetch_ahead(ahead_ptr, pieces, EARLY)
     wait_for_inputs(EARLY)
     row = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, BLOCK)
@@ -328,18 +325,13 @@ def decode_qkv(
 
 
 def decode_swiglu(
-    y_BN: Tensor,
-    features: int,
-    lora_b_Or: Tensor | None,
-    bias_O: Tensor | None,
-    activation: str,
-    ahead: Tensor | None,
+    y_BN: Tensor, features: int, lora_b_Or: Tensor | None, bias_O: Tensor | None, activation: str
 ) -> Tensor:
     B = len(y_BN)
     h_BF = torch.empty(B, features, dtype=y_BN.dtype, device=y_BN.device)
     launch(
         _swiglu_kernel, (parts(B, ROWS), parts(features, BLOCK_F)), y_BN, y_BN if lora_b_Or is None else lora_b_Or,
-        y_BN if bias_O is None else bias_O, h_BF, *ahead_of(ahead, y_BN), B, y_BN.stride(0), F=features, BLOCK_F=BLOCK_F,
+        y_BN if bias_O is None else bias_O, h_BF, B, y_BN.stride(0), F=features, BLOCK_F=BLOCK_F,
         GELU=activation == "gelu_tanh", **_low_rank(y_BN, lora_b_Or, bias_O), num_warps=2,
     )  # fmt: skip
     return h_BF
@@ -354,21 +346,19 @@ def decode_add_norm(
     bias_M: Tensor | None,
     post_weight_M: Tensor | None,
     unit_offset: bool,
-    ahead: Tensor | None,
 ) -> Tensor:
     B, M = h_BM.shape
     if lora_b_Or is not None:
         launch(
             _complete_kernel, (parts(B, ROWS), parts(M, BLOCK_M)), y_BN, lora_b_Or, y_BN if bias_M is None else bias_M,
-            *ahead_of(ahead, y_BN), B, y_BN.stride(0), M=M, BLOCK_M=BLOCK_M, **_low_rank(y_BN, lora_b_Or, bias_M), num_warps=2,
+            B, y_BN.stride(0), M=M, BLOCK_M=BLOCK_M, **_low_rank(y_BN, lora_b_Or, bias_M), num_warps=2,
         )  # fmt: skip
-        bias_M = ahead = None
+        bias_M = None
     x_BM = torch.empty(B, M, dtype=y_BN.dtype, device=y_BN.device)
     block = padded(M)
     launch(
         _norm_kernel, (B,), h_BM, y_BN, h_BM if bias_M is None else bias_M, h_BM if post_weight_M is None else post_weight_M,
-        weight_M, x_BM, *ahead_of(ahead, y_BN), y_BN.stride(0), eps,
-        M=M, BLOCK=block, BIAS=bias_M is not None, POST=post_weight_M is not None,
+        weight_M, x_BM, y_BN.stride(0), eps, M=M, BLOCK=block, BIAS=bias_M is not None, POST=post_weight_M is not None,
         UNIT_OFFSET=unit_offset, num_warps=warps(block, 8),
     )  # fmt: skip
     return x_BM

@@ -88,7 +88,7 @@ def few_row_matmul(x_BI: Tensor, weight_OI: Tensor, out: Tensor) -> None:
     B, width = x_BI.shape
     rows = len(weight_OI)
     if B <= VECTOR_ROWS:
-        tile = _vector_sizes(rows)
+        tile = _vector_sizes(rows, width)
         launch(
             _vector_kernel, (parts(rows, tile["BLOCK_O"]),), x_BI, weight_OI, out, rows, width, x_BI.stride(0), out.stride(0),
             ROWS=B, **tile,
@@ -108,8 +108,11 @@ def few_row_matmul(x_BI: Tensor, weight_OI: Tensor, out: Tensor) -> None:
     )  # fmt: skip
 
 
-def _vector_sizes(rows: int) -> dict[str, int]:
-    return {"BLOCK_O": 8 if rows > 4096 else 4, "BLOCK_I": 512, "num_warps": 4}
+def _vector_sizes(rows: int, width: int) -> dict[str, int]:
+    """The fastest of a sweep over Qwen3-4B's products on an H200 (`bench.decode_kernels --sweep dense`)."""
+    if rows > 8192:
+        return {"BLOCK_O": 8, "BLOCK_I": 256, "num_warps": 2}
+    return {"BLOCK_O": 8 if width > 8192 else 4, "BLOCK_I": 512, "num_warps": 4}
 
 
 def _matrix_sizes(B: int, dtype: torch.dtype) -> dict[str, int]:
