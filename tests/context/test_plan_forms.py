@@ -257,3 +257,22 @@ def test_the_moments_of_a_step_are_named():
         "a layer's forward", "the last layer's forward", "the head", "the final norm's backward", "the last layer's backward",
         "a layer's backward", "the optimizer's step",
     }  # fmt: skip
+
+
+def test_a_cards_limits_are_asked_for_by_its_number(monkeypatch):
+    """torch 2.11 takes no device without one."""
+    from types import SimpleNamespace
+
+    import torch
+
+    asked = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    facts = SimpleNamespace(total_memory=100, name="NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda where: asked.append(where) or facts)
+    monkeypatch.setattr(
+        torch.cuda, "get_per_process_memory_fraction", lambda where: asked.append(where) or 0.5, raising=False
+    )
+    for device in (None, "cuda", "cuda:1"):
+        assert limits.this_machine(device).gpu_bytes == 50
+    assert asked == [2, 2, 2, 2, 1, 1]
