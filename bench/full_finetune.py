@@ -45,7 +45,7 @@ def run_case(case: str, options: Any) -> None:
     model = models.build(shape, max(options.lengths), options.device, dtype=DTYPES[weights])
     longreach.enable(model, offload=options.offload, parity_check=False)
     loaded = measure.loaded_bytes(options.device)
-    optimizer = made(kind, model)
+    optimizer = models.optimizer(kind, model.parameters())
     if place != "kept":
         optimizer = longreach.release_gradients(model, optimizer, states=place)
     for length in options.lengths:
@@ -72,15 +72,6 @@ def policy(model: Any, length: int, options: Any) -> str:
     engine = engine_of(model)
     assert engine is not None
     return str(engine.settle(length, options.completion, True).policy)
-
-
-def made(kind: str, model: Any) -> torch.optim.Optimizer:
-    if kind == "adamw":
-        return torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-    import bitsandbytes
-
-    classes = {"adamw8bit": bitsandbytes.optim.AdamW8bit, "paged8bit": bitsandbytes.optim.PagedAdamW8bit}
-    return classes[kind](model.parameters(), lr=1e-5)
 
 
 def measured(model: Any, optimizer: Any, shape: Any, length: int, weights: str, options: Any) -> dict[str, Any]:

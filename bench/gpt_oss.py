@@ -9,7 +9,7 @@ Weights are random and made on the device. A step is the forward and backward of
 log-prob of the last 1,024 tokens (of a shorter row, its half). Stock is the same model in the same process: its grouped
 products, PEFT's own path for expert adapters, gradient checkpointing, the head on the tokens with a loss alone. With --layers,
 only so many of the 24 layers: memory and time of the whole model follow by counting layers. Peaks are with gradients and
-without optimizer states.
+without optimizer states, unless --optimizer asks for them; then the peak is that of a whole step, states included.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ def main(argv: list[str] | None = None) -> None:
         "--lora-dtype", default="fp32", choices=("fp32", "bf16"), help="of adapters and their gradients"
     )
     parser.add_argument("--embedding", default=None, choices=("int8",), help="embedding and head in 8 bits")
+    parser.add_argument("--optimizer", default=None, choices=models.OPTIMIZERS, help="make its step too (not timed)")
+    parser.add_argument("--release", action="store_true", help="with an optimizer: gradients of one layer at a time")
     parser.add_argument("--chunk", type=int, default=None)
     parser.add_argument("--offload", default="auto")
     parser.add_argument("--save-attention", action=argparse.BooleanOptionalAction, default=None)
@@ -131,6 +133,12 @@ class Bench:
             model, chunk=options.chunk or "auto", offload=options.offload,
             save_attention="auto" if options.save_attention is None else options.save_attention, parity_check=False,
         )  # fmt: skip
+        self.optimizer: torch.optim.Optimizer | None = None
+        if options.optimizer:
+            trained = [p for p in model.parameters() if p.requires_grad]
+            self.optimizer = models.optimizer(options.optimizer, trained)
+            if options.release:
+                self.optimizer = longreach.release_gradients(model, self.optimizer)
 
     def ours(self, length: int) -> None:
         completion = self.completion(length)
@@ -186,6 +194,9 @@ class Bench:
                 if device == "cuda":
                     torch.cuda.reset_peak_memory_stats()
                 steps.append(measure.timed_step(loss_of, device))
+                if self.optimizer is not None:
+                    self.optimizer.step()
+                    self.optimizer.zero_grad()
                 peak = max(peak, torch.cuda.max_memory_allocated() if device == "cuda" else 0)
         except torch.OutOfMemoryError as error:
             torch.cuda.empty_cache()
@@ -203,6 +214,7 @@ class Bench:
         options = self.options
         case = f"{options.weights} r={options.rank}"
         case += " bf16 adapters" * (options.lora_dtype == "bf16") + " int8 embedding" * bool(options.embedding)
+        case += f" {options.optimizer}" * bool(options.optimizer) + " released" * options.release
         entry = {
             "engine": engine, "case": case, "model": "gpt-oss-20b",
             "layers": options.layers, "dtype": "bf16", "context": context, "completion": self.completion(context), "group": 1,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from longreach.context.shape import KNOWN, ModelShape
 
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 RANK = 32
+OPTIMIZERS = ("adamw", "adamw8bit", "paged8bit")  # PyTorch's, fused on a GPU; bitsandbytes'
 
 
 def shape_of(name: str, layers: int | None, tiny: bool) -> ModelShape:
@@ -92,6 +94,17 @@ def adapt(model: Any) -> Any:
         r=RANK, lora_alpha=2 * RANK, target_modules=LINEARS, init_lora_weights=False, task_type="CAUSAL_LM"
     )
     return get_peft_model(model, config)
+
+
+def optimizer(kind: str, params: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """One of `OPTIMIZERS` over the parameters."""
+    params = list(params)
+    if kind == "adamw":
+        return torch.optim.AdamW(params, lr=1e-5, fused=params[0].is_cuda)
+    import bitsandbytes
+
+    classes = {"adamw8bit": bitsandbytes.optim.AdamW8bit, "paged8bit": bitsandbytes.optim.PagedAdamW8bit}
+    return classes[kind](params, lr=1e-5)
 
 
 def pack(model: Any, weights: str) -> Any:

@@ -3,9 +3,10 @@
     python -m bench.qlora --cases 4096:1024:host,32768:8192:host --weights nf4,bf16
     python -m bench.qlora --cases 131072:4096:rows --repeats 1
     python -m bench.qlora --cases 389120:8192:keys --repeats 0 --cap 24 --progress
+    python -m bench.qlora --cases 4096:1024:host --release --repeats 0    # each layer is updated inside the backward
     python -m bench.qlora --device cpu --tiny          # tests the script
 
-A step is forward, backward and AdamW on one sequence with LoRA r=16 on all seven kinds of linear layer; the loss is the mean
+A step is forward, backward and optimizer on one sequence with LoRA r=16 on all seven kinds of linear layer; the loss is the mean
 negative log-prob of the last 1,024 tokens. Adapters are bf16, as TRL makes them for quantized models, and so are their gradients
 and optimizer states. With --repeats 0 only a first step is made, for its memory: its seconds hold the compilation of
 kernels. Weights are random, of the real shapes; head and embedding stay in bf16 unless --embedding int8 is given.
@@ -37,6 +38,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--progress", action="store_true", help="print when the backward has passed a layer")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--embedding", default=None, choices=("int8",))
+    parser.add_argument("--optimizer", default="adamw", choices=models.OPTIMIZERS)
+    parser.add_argument("--release", action="store_true", help="gradients of one layer at a time")
     options = measure.parse(parser, argv)
     cases = [tuple(case.split(":")) for case in options.cases.split(",")]
     if options.tiny:
@@ -65,7 +68,10 @@ class Bench:
             store_in_8_bits(model)
         self.model = adapt(model, options.rank)
         trained = [p for p in self.model.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=options.device == "cuda")
+        self.optimizer = models.optimizer(options.optimizer, trained)
+        if options.release:
+            longreach.enable(self.model, parity_check=False)
+            self.optimizer = longreach.release_gradients(self.model, self.optimizer)
         self.loaded = measure.loaded_bytes(options.device)
         self.began = time.perf_counter()
         if options.progress:
@@ -87,13 +93,14 @@ class Bench:
         first = self.step(tree)
         timed = [self.step(tree) for _ in range(options.repeats)] or [first]
         peaks = [peak for _, peak in timed if peak is not None]
+        case = "qlora" + f" {options.optimizer}" * (options.optimizer != "adamw") + " released" * options.release
         entry = {
-            "engine": "longreach", "case": "qlora", "model": self.shape.name, "layers": self.shape.layers,
+            "engine": "longreach", "case": case, "model": self.shape.name, "layers": self.shape.layers,
             "weights": self.weights, "embedding": options.embedding, "rank": options.rank, "context": context,
             "completion": options.completion, "group": 1, "prompts": 1, "chunk": chunk, "offload": offload,
             "first_step_s": first[0], "step_s": statistics.median(seconds for seconds, _ in timed),
-            "repeats": options.repeats, "cap_gb": options.cap, "loaded_bytes": self.loaded,
-            "peak_bytes": max(peaks, default=None),
+            "repeats": options.repeats, "cap_gb": options.cap, "optimizer": options.optimizer, "released": options.release,
+            "loaded_bytes": self.loaded, "peak_bytes": max(peaks, default=None),
         }  # fmt: skip
         measure.record(options.out, entry, options.commit)
         if peaks:
