@@ -17,9 +17,15 @@ Record = dict[str, Any]
 
 def memory(records: list[Record]) -> list[str]:
     """GiB above the loaded model by model and context, from `bench/train_step.py --memory`."""
-    found = [r for r in records if r["case"] == "memory" and r.get("above_weights_bytes") is not None]
+    found = [
+        r
+        for r in records
+        if r["case"] in ("memory", "sequence") and r.get("above_weights_bytes") and r.get("layer_gradient_bytes")
+    ]
     if not found:
         return []
+    contexts = {r["context"] for r in found if r["case"] == "memory"}
+    found = [r for r in found if r["context"] in contexts]
     columns = sorted({(r["context"], r["offload"] == "keys") for r in found})
     best: dict[tuple[str, tuple[int, bool]], Record] = {}
     for r in found:  # of several depths the deepest
@@ -36,8 +42,9 @@ def memory(records: list[Record]) -> list[str]:
         for model in dict.fromkeys(r["model"] for r in found)
     )
     text = (
-        "GiB above the loaded model, bf16 weights, layer inputs on the host. The peak is measured on few layers of the real "
-        f"widths ({depths}), to which the adapter gradients of the others are added: they are all that more layers add. "
+        "GiB above the loaded model, bf16 weights, layer inputs on the host. The peak is measured at full depth or on few layers "
+        f"of the real widths ({depths}); to the latter the adapter gradients of the other layers are added, which are all that "
+        "more layers add. "
         '"Keys streamed": keys, values and their gradients are on the host too.'
     )
     return ["### Memory by model", "", text, "", *table(header, rows)]

@@ -63,6 +63,11 @@ def arguments(description: str) -> argparse.ArgumentParser:
         "--after", type=Path, default=None, metavar="FILE",
         help="load the model, then wait for this file: several engines load at once and are timed one after the other",
     )  # fmt: skip
+    parser.add_argument(
+        "--warm",
+        action="store_true",
+        help="make first steps before --after's wait (the first model's, if there are several); they aren't timed",
+    )
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument(
         "--tiny", action="store_true", help="two small layers and 1/64 of all lengths: a test of the script"
@@ -80,11 +85,6 @@ def peer_arguments(description: str) -> argparse.ArgumentParser:
         type=int,
         default=8,
         help="run so many of the everyday case's 8 equal batches and scale up",
-    )
-    parser.add_argument(
-        "--warm",
-        action="store_true",
-        help="make each case's first step before --after's wait; its time is not noted then",
     )
     return parser
 

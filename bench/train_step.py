@@ -19,6 +19,7 @@ import argparse
 import functools
 import gc
 import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -77,6 +78,7 @@ class Bench:
     def __init__(self, options: Any) -> None:
         self.options = options
         self.model: Any = None
+        self.warming = self.warmed = False
 
     def prepare(self, layers: int | None) -> None:
         """A model of so many layers in place of the last one."""
@@ -98,25 +100,35 @@ class Bench:
         )
 
     def run(self) -> None:
-        options = self.options
-        if options.lengths or options.everyday or (options.group and options.prompts):
-            self.prepare(options.layers)
-        measure.wait_for(options.after)
-        for length in options.lengths:
-            self.sequence(length)
-        if options.everyday:
-            self.everyday()
-        if options.group:
-            for prompt in options.prompts:
-                self.group(prompt, options.completion)
-        shallow = [(layers, self.sequence, context) for context, layers in options.shallow]
-        if options.group:
-            group = functools.partial(self.group, completion=options.completion)
-            shallow += [(layers, group, prompt) for prompt, layers in options.shallow_prompts]
-        for layers, each in itertools.groupby(shallow, key=lambda case: case[0]):
+        """Case after case, model after model; the first model's may be warmed, and wait, before any is timed."""
+        waiting = True
+        for layers, each in itertools.groupby(self.cases(), key=lambda case: case[0]):
             self.prepare(layers)
-            for _, run, length in each:
-                run(length)
+            runs = [run for _, run in each]
+            if waiting and self.options.warm:
+                self.warming = True
+                for run in runs:
+                    run()
+                self.warming, self.warmed = False, True
+            if waiting:
+                measure.wait_for(self.options.after)
+            for run in runs:
+                run()
+            waiting = self.warmed = False
+
+    def cases(self) -> Iterator[tuple[int | None, Callable[[], None]]]:
+        """Each with its depth."""
+        options = self.options
+        for context in options.lengths:
+            yield options.layers, functools.partial(self.sequence, context)
+        if options.everyday:
+            yield options.layers, self.everyday
+        for prompt in options.prompts if options.group else []:
+            yield options.layers, functools.partial(self.group, prompt, options.completion)
+        for context, layers in options.shallow:
+            yield layers, functools.partial(self.sequence, context)
+        for prompt, layers in options.shallow_prompts if options.group else []:
+            yield layers, functools.partial(self.group, prompt, options.completion)
 
     def sequence(self, length: int) -> None:
         completion = self.options.completion
@@ -127,11 +139,15 @@ class Bench:
     def case(
         self, name: str, tree: Any, *, context: int, completion: int, group: int = 1, prompts: int = 1
     ) -> dict[str, Any]:
-        found = measure.attempt(
-            lambda: measure.timed_step(lambda: self.loss(tree), self.options.device), self.model,
-            loaded=self.loaded, device=self.options.device, repeats=self.options.repeats, budget=self.options.budget,
-        )  # fmt: skip
+        found = self.measured(lambda: measure.timed_step(lambda: self.loss(tree), self.options.device))
         return self.note(name, found, context=context, completion=completion, group=group, prompts=prompts)
+
+    def measured(self, step: Callable[[], tuple[float, float]]) -> dict[str, Any]:
+        options = self.options
+        return measure.attempt(
+            step, self.model, loaded=self.loaded, device=options.device, budget=options.budget,
+            repeats=0 if self.warming else options.repeats, warmed=self.warmed,
+        )  # fmt: skip
 
     def loss(self, tree: Any) -> torch.Tensor:
         return -torch.cat(longreach.token_logprobs(self.model, tree)).mean()
@@ -152,10 +168,7 @@ class Bench:
             parts = [measure.timed_step(lambda row=row: self.loss(row) / size, self.options.device) for row in rows]
             return sum(p[0] for p in parts) * size / len(rows), sum(p[1] for p in parts) * size / len(rows)
 
-        found = measure.attempt(
-            step, self.model, loaded=self.loaded, device=self.options.device, repeats=self.options.repeats,
-            budget=self.options.budget,
-        )  # fmt: skip
+        found = self.measured(step)
         found["rows_run"] = len(rows)
         if len(rows) == size and found["step_s"] is not None:
             found["gradient_difference"] = difference(shared, self.gradients())
@@ -192,16 +205,18 @@ class Bench:
         }  # fmt: skip
         if policy.keep_every != 1:
             entry["keep_every"] = policy.keep_every
+        # what the other layers would add to the peak, and how many there are
+        trained = sum(p.nbytes for p in self.model.parameters() if p.requires_grad)
+        entry["layer_gradient_bytes"] = trained // self.shape.layers
+        entry["whole_layers"] = models.shape_of(self.options.model, None, self.options.tiny).layers
         if name == "memory":
-            entry["whole_layers"] = models.shape_of(self.options.model, None, self.options.tiny).layers
-            trained = sum(p.nbytes for p in self.model.parameters() if p.requires_grad)
-            entry["layer_gradient_bytes"] = trained // self.shape.layers
             for seconds in ("first_step_s", "forward_s", "backward_s", "repeats"):
                 entry.pop(seconds, None)
             entry["step_s"] = None
         elif name != "group rows" and found["step_s"] is not None:
             entry["utilization"] = measure.utilization(self.shape, context, completion, group, prompts, found["step_s"])
-        measure.record(self.options.out, entry, self.options.commit)
+        if not self.warming:
+            measure.record(self.options.out, entry, self.options.commit)
         return entry
 
 
