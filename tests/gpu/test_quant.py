@@ -84,7 +84,7 @@ def test_linear_layer(format) -> None:
 def test_head_in_8_bits() -> None:
     torch.manual_seed(0)
     head = torch.nn.Linear(256, 40_000, bias=False, device="cuda", dtype=torch.bfloat16)
-    small = EightBitHead(head, *quantize_rows(head.weight.detach()))
+    small = EightBitHead(head, *quantize_rows(head.weight.detach())).cuda()
     weight = small.dequantize()
     x = torch.randn(9, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     dy = torch.randn(9, 40_000, device="cuda", dtype=torch.bfloat16)

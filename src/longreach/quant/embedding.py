@@ -20,8 +20,11 @@ LARGEST = 127
 
 
 def quantize_rows(weight_VM: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 [V, M] and fp32 scales [V]: the nearest multiple of a row's largest magnitude over 127."""
-    codes_VM = torch.empty(weight_VM.shape, dtype=torch.int8, device=weight_VM.device)
+    """int8 [V, M] and fp32 scales [V]: the nearest multiple of a row's largest magnitude over 127.
+
+    The codes are on the CPU, whatever the device of the weight: beside it there may be no room for them.
+    """
+    codes_VM = torch.empty(weight_VM.shape, dtype=torch.int8)
     scale_V = torch.empty(len(weight_VM), dtype=torch.float32, device=weight_VM.device)
     for start in range(0, len(weight_VM), SLICE):
         part = slice(start, start + SLICE)
@@ -47,7 +50,7 @@ class _EightBit(nn.Module):
         self.weight = nn.Parameter(codes_VM, requires_grad=False)
         self.register_buffer("scale", scale_V)
         # Without elements; it is the parameter by which Transformers finds a model's dtype.
-        self.like = nn.Parameter(torch.empty(0, dtype=dtype, device=codes_VM.device), requires_grad=False)
+        self.like = nn.Parameter(torch.empty(0, dtype=dtype, device=scale_V.device), requires_grad=False)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -119,8 +122,13 @@ class _SlicedProduct(torch.autograd.Function):
         ctx.head = head
         x_CM = x.reshape(-1, x.shape[-1])
         y = x.new_empty(*x.shape[:-1], head.out_features)
-        for part, rows in _slices(head, x.dtype):
-            y.view(-1, head.out_features)[:, part] = x_CM @ rows.t()
+        for start in range(0, head.out_features, SLICE):
+            part = slice(start, min(start + SLICE, head.out_features))
+            if x.dtype == torch.float16:  # products with the codes themselves could pass its largest number
+                found_CV = x_CM @ rows_of(head.weight[part], head.scale[part], x.dtype).t()
+            else:
+                found_CV = (x_CM @ head.weight[part].to(x.dtype).t()).mul_(head.scale[part])
+            y.view(-1, head.out_features)[:, part] = found_CV
         return y
 
     @staticmethod
@@ -141,7 +149,8 @@ def _slices(head: EightBitHead, dtype: torch.dtype):
 
 
 def store_in_8_bits(model: Any) -> None:
-    """Put a Transformers model's embedding and head into 8 bits, in place; shared codes where they are tied.
+    """Put a Transformers model's embedding and head into 8 bits, in place; shared codes where they are tied. On the way the
+    device holds no more than before: codes wait on the host until the 16-bit weight is gone.
 
     Raises:
         ValueError: an embedding of a class of the model's own (it does more than look up), or one that is to be trained.
@@ -154,14 +163,18 @@ def store_in_8_bits(model: Any) -> None:
                 f"{plain.__name__}; leave embedding out"
             )
     del module
-    tied = head.weight is embedding.weight
+    tied, device = head.weight is embedding.weight, embedding.weight.device
     codes, scale = quantize_rows(embedding.weight.detach())
     small = EightBitEmbedding(embedding, codes, scale)
     model.set_input_embeddings(small.train(embedding.training))
-    del embedding  # its memory, before the head's codes are made
+    del embedding
     if not tied:
+        small.weight.data = codes.to(device)
+        device = head.weight.device
         codes, scale = quantize_rows(head.weight.detach())
     small_head = EightBitHead(head, codes, scale)
     if tied:
         small_head.weight, small_head.scale = small.weight, small.scale
     model.set_output_embeddings(small_head.train(head.training))
+    del head
+    small_head.weight.data = codes.to(device)
