@@ -57,15 +57,20 @@ def _e2m1_times_scale() -> str:
     """PTX that turns a word of eight e2m1 codes ($8) and a power of two, twice in bf16 ($9), into eight bf16 products ($0 to $7).
 
     `prmt` looks up high and low bytes of four bf16 values by the low three bits of their codes. By the codes' whole nibbles it
-    spreads the top bit of 0x80 where the high bit of a code is set: its bit 6 then is the sign. Products are exact.
+    spreads the top bit of 0x80 where the high bit of a code is set: its bit 6 then is the sign. Products are exact. The tables
+    are kept in registers as in `_plane`.
     """
-    lines = ["{ .reg .b32 m, w, h, l, s, p, q; and.b32 m, $8, 0x77777777; mov.b32 w, $8;"]
+    lines = [
+        "{ .reg .b32 t, x, y, z, m, w, h, l, s, p, q; mov.u32 t, %lanemask_lt; and.b32 t, t, 0x80000000;",
+        "xor.b32 x, t, 0x3F3F3F00; xor.b32 y, t, 0xC0800000; xor.b32 z, t, 0x80808080;",
+        "and.b32 m, $8, 0x77777777; mov.b32 w, $8;",
+    ]
     for first in (0, 4):
         if first:
             lines.append("shr.u32 m, m, 16; shr.u32 w, w, 16;")
         lines += [
-            "prmt.b32 h, 0x3F3F3F00, 0x40404040, m; prmt.b32 l, 0xC0800000, 0xC0804000, m;",
-            "prmt.b32 s, 0x80808080, 0x80808080, w; shl.b32 s, s, 1; and.b32 s, s, 0x80808080; or.b32 h, h, s;",
+            "prmt.b32 h, x, 0x40404040, m; prmt.b32 l, y, 0xC0804000, m;",
+            "prmt.b32 s, z, z, w; shl.b32 s, s, 1; and.b32 s, s, 0x80808080; or.b32 h, h, s;",
             "prmt.b32 p, l, h, 0x5140; prmt.b32 q, l, h, 0x7362; mul.rn.bf16x2 p, p, $9; mul.rn.bf16x2 q, q, $9;",
             f"mov.b32 {{${first}, ${first + 1}}}, p; mov.b32 {{${first + 2}, ${first + 3}}}, q;",
         ]
@@ -150,6 +155,18 @@ def packed(codes_ptr, scales_ptr, nested_ptr, map_ptr, offset_ptr, o_O, rows, g,
 
 
 @triton.jit
+def ask_for(at_ptr, size, REGISTERS: tl.constexpr):
+    """Have `size` bytes brought into the L2 cache, by lines of 128: what small loads in a loop would otherwise wait for."""
+    if REGISTERS:
+        for first in range(0, size, 64 * 128):
+            line = tl.minimum(first + tl.arange(0, 64) * 128, size - 1)
+            tl.inline_asm_elementwise(
+                "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [(at_ptr + line).to(tl.int64)], dtype=tl.int32,
+                is_pure=False, pack=1,
+            )  # fmt: skip
+
+
+@triton.jit
 def _halves(x_JGE):
     """Even and odd elements of the last axis."""
     return tl.split(tl.reshape(x_JGE, [x_JGE.shape[0], x_JGE.shape[1], x_JGE.shape[2] // 2, 2]))
@@ -197,7 +214,7 @@ def code_tile(
     )
     if KIND == MXFP4 and REGISTERS and dtype == tl.bfloat16:
         bits = tl.load(scales_ptr + at_OG, mask=mask_OG, other=0).to(tl.int32)
-        scale = tl.where(bits == 0, 0x00400040, bits * 0x00800080)[:, :, None]
+        scale = tl.maximum(bits * 0x00800080, 0x00400040)[:, :, None]  # the power of two, twice in bf16
         w0, w1, w2, w3, w4, w5, w6, w7 = tl.inline_asm_elementwise(
             E2M1_TIMES_SCALE,
             "=h,=h,=h,=h,=h,=h,=h,=h,r,r",
