@@ -28,10 +28,26 @@ LOG_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
+def _constants(
+    lora_ptr, bias_ptr, first, SIZE, BLOCK: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """Bias [BLOCK], B [BLOCK, BLOCK_R] of columns [first, first + SIZE): read before the wait, as no step writes them."""
+    o_O = tl.arange(0, BLOCK)
+    bias_O = tl.zeros([BLOCK], tl.float32)
+    if BIAS:
+        bias_O = tl.load(bias_ptr + first + o_O, mask=o_O < SIZE, other=0.0).to(tl.float32)
+    b_Or = tl.zeros([BLOCK, BLOCK_R], lora_ptr.dtype.element_ty)
+    if RANK > 0:
+        r_R = tl.arange(0, BLOCK_R)
+        mask = (o_O < SIZE)[:, None] & (r_R < RANK)[None, :]
+        b_Or = tl.load(lora_ptr + (first + o_O)[:, None] * RANK + r_R[None, :], mask=mask, other=0.0)
+    return bias_O, b_Or
+
+
+@triton.jit
 def _columns(
-    y_ptr, lora_ptr, bias_ptr, b_B, inside_B, y_row, first, t_first,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr, BIAS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    y_ptr, bias_O, b_Or, b_B, inside_B, y_row, first, t_first, SIZE, BLOCK: tl.constexpr, RANK: tl.constexpr,
+    BLOCK_R: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Columns [first, first + SIZE) of y with bias and t B', rounded once, in fp32 [B, BLOCK]; t's columns start at t_first."""
     o_O = tl.arange(0, BLOCK)
@@ -39,15 +55,10 @@ def _columns(
     mask = inside_B[:, None] & (o_O < SIZE)[None, :]
     y_BO = tl.load(at_B + first + o_O[None, :], mask=mask, other=0.0).to(tl.float32)
     if BIAS:
-        y_BO += tl.load(bias_ptr + first + o_O, mask=o_O < SIZE, other=0.0).to(tl.float32)[None, :]
+        y_BO += bias_O[None, :]
     if RANK > 0:
         r_R = tl.arange(0, BLOCK_R)
         t_Br = tl.load(at_B + t_first + r_R[None, :], mask=inside_B[:, None] & (r_R < RANK)[None, :], other=0.0)
-        b_Or = tl.load(
-            lora_ptr + (first + o_O)[:, None] * RANK + r_R[None, :],
-            mask=(o_O < SIZE)[:, None] & (r_R < RANK)[None, :],
-            other=0.0,
-        )
         y_BO += tl.dot(t_Br, tl.trans(b_Or), input_precision=PRECISION)
     return y_BO.to(y_ptr.dtype.element_ty).to(tl.float32)
 
@@ -84,12 +95,16 @@ def _qkv_kernel(
     NORM: tl.constexpr, UNIT_OFFSET: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One head of a few rows, as three pieces: the halves of its rotary part and what is left."""
+    head = tl.program_id(1)
+    first = head * D
+    bias_a, low_a = _constants(lora_ptr, bias_ptr, first, HALF, BLOCK_HALF, RANK, BLOCK_R, BIAS)
+    bias_b, low_b = _constants(lora_ptr, bias_ptr, first + HALF, HALF, BLOCK_HALF, RANK, BLOCK_R, BIAS)
+    if REST > 0:
+        bias_rest, low_rest = _constants(lora_ptr, bias_ptr, first + 2 * HALF, REST, BLOCK_REST, RANK, BLOCK_R, BIAS)
     wait_for_inputs(EARLY)
     b_B = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    head = tl.program_id(1)
     inside_B = b_B < B
     part = (head >= H).to(tl.int32) + (head >= H + K).to(tl.int32)
-    first = head * D
     t_first = (H + 2 * K) * D + part * RANK
     # What leads to other reads comes first.
     n_B = tl.load(length_ptr + b_B, mask=inside_B, other=0)
@@ -100,12 +115,12 @@ def _qkv_kernel(
     cos_b = _angle(cos_ptr, position_B, inside_B, cos_row, HALF, HALF, BLOCK_HALF)
     sin_a = _angle(sin_ptr, position_B, inside_B, sin_row, 0, HALF, BLOCK_HALF)
     sin_b = _angle(sin_ptr, position_B, inside_B, sin_row, HALF, HALF, BLOCK_HALF)
-    a = _columns(y_ptr, lora_ptr, bias_ptr, b_B, inside_B, y_row, first, t_first, HALF, BLOCK_HALF, RANK, BLOCK_R, BIAS,
+    a = _columns(y_ptr, bias_a, low_a, b_B, inside_B, y_row, first, t_first, HALF, BLOCK_HALF, RANK, BLOCK_R, BIAS,
                  PRECISION)  # fmt: skip
-    b = _columns(y_ptr, lora_ptr, bias_ptr, b_B, inside_B, y_row, first + HALF, t_first, HALF, BLOCK_HALF, RANK, BLOCK_R, BIAS,
+    b = _columns(y_ptr, bias_b, low_b, b_B, inside_B, y_row, first + HALF, t_first, HALF, BLOCK_HALF, RANK, BLOCK_R, BIAS,
                  PRECISION)  # fmt: skip
     if REST > 0:
-        rest = _columns(y_ptr, lora_ptr, bias_ptr, b_B, inside_B, y_row, first + 2 * HALF, t_first, REST, BLOCK_REST, RANK,
+        rest = _columns(y_ptr, bias_rest, low_rest, b_B, inside_B, y_row, first + 2 * HALF, t_first, REST, BLOCK_REST, RANK,
                         BLOCK_R, BIAS, PRECISION)  # fmt: skip
     if part < 2:
         if NORM:
@@ -142,15 +157,17 @@ def _swiglu_kernel(
     BLOCK_R: tl.constexpr, BIAS: tl.constexpr, GELU: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    wait_for_inputs(EARLY)
-    b_B = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside_B = b_B < B
     # The last tile begins earlier where F is no multiple: it writes some results once more.
     first = tl.minimum(tl.program_id(1) * BLOCK_F, tl.maximum(F - BLOCK_F, 0))
     SIZE: tl.constexpr = min(BLOCK_F, F)
-    gate = _columns(y_ptr, lora_ptr, bias_ptr, b_B, inside_B, y_row, first, 2 * F, SIZE, BLOCK_F, RANK, BLOCK_R, BIAS,
+    gate_bias, gate_low = _constants(lora_ptr, bias_ptr, first, SIZE, BLOCK_F, RANK, BLOCK_R, BIAS)
+    up_bias, up_low = _constants(lora_ptr, bias_ptr, F + first, SIZE, BLOCK_F, RANK, BLOCK_R, BIAS)
+    wait_for_inputs(EARLY)
+    b_B = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside_B = b_B < B
+    gate = _columns(y_ptr, gate_bias, gate_low, b_B, inside_B, y_row, first, 2 * F, SIZE, BLOCK_F, RANK, BLOCK_R, BIAS,
                     PRECISION)  # fmt: skip
-    up = _columns(y_ptr, lora_ptr, bias_ptr, b_B, inside_B, y_row, F + first, 2 * F + RANK, SIZE, BLOCK_F, RANK, BLOCK_R, BIAS,
+    up = _columns(y_ptr, up_bias, up_low, b_B, inside_B, y_row, F + first, 2 * F + RANK, SIZE, BLOCK_F, RANK, BLOCK_R, BIAS,
                   PRECISION)  # fmt: skip
     _put(h_ptr + b_B.to(tl.int64) * F + first, gate * _squash(gate, GELU) * up, inside_B, 0, SIZE, BLOCK_F)
 
@@ -161,14 +178,15 @@ def _complete_kernel(
     BLOCK_R: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """y += bias + t B', in place."""
+    first = tl.program_id(1) * BLOCK_M
+    bias_O, low_Or = _constants(lora_ptr, bias_ptr, first, M - first, BLOCK_M, RANK, BLOCK_R, BIAS)
     wait_for_inputs(EARLY)
     b_B = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside_B = b_B < B
-    first = tl.program_id(1) * BLOCK_M
     o_O = tl.arange(0, BLOCK_M)
     at_B = y_ptr + b_B.to(tl.int64) * y_row
     y_BO = _columns(
-        y_ptr, lora_ptr, bias_ptr, b_B, inside_B, y_row, first, M, BLOCK_M, BLOCK_M, RANK, BLOCK_R, BIAS, PRECISION
+        y_ptr, bias_O, low_Or, b_B, inside_B, y_row, first, M, M - first, BLOCK_M, RANK, BLOCK_R, BIAS, PRECISION
     )
     mask = inside_B[:, None] & (first + o_O < M)[None, :]
     tl.store(at_B[:, None] + first + o_O[None, :], y_BO.to(y_ptr.dtype.element_ty), mask=mask)
@@ -179,28 +197,32 @@ def _norm_kernel(
     h_ptr, y_ptr, bias_ptr, post_ptr, weight_ptr, x_ptr, y_row, eps, M: tl.constexpr, BLOCK: tl.constexpr,
     BIAS: tl.constexpr, POST: tl.constexpr, UNIT_OFFSET: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    wait_for_inputs(EARLY)
     row = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, BLOCK)
     mask = col < M
     dtype = y_ptr.dtype.element_ty
+    # No step writes these: they are read before the wait.
+    weight = tl.load(weight_ptr + col, mask=mask, other=0.0).to(tl.float32)
+    if POST:
+        post = tl.load(post_ptr + col, mask=mask, other=0.0).to(tl.float32)
+    if BIAS:
+        bias = tl.load(bias_ptr + col, mask=mask, other=0.0).to(tl.float32)
+    wait_for_inputs(EARLY)
     y = tl.load(y_ptr + row * y_row + col, mask=mask, other=0.0).to(tl.float32)
     h = tl.load(h_ptr + row * M + col, mask=mask, other=0.0).to(tl.float32)
     if BIAS:
-        y += tl.load(bias_ptr + col, mask=mask, other=0.0).to(tl.float32)
-        y = y.to(dtype).to(tl.float32)
+        y = (y + bias).to(dtype).to(tl.float32)
     if POST:
-        y = _normed(y, post_ptr + col, mask, eps, dtype, M, UNIT_OFFSET)
+        y = _normed(y, post, eps, dtype, M, UNIT_OFFSET)
     h = (h + y).to(h_ptr.dtype.element_ty)
     tl.store(h_ptr + row * M + col, h, mask=mask)
-    x = _normed(h.to(tl.float32), weight_ptr + col, mask, eps, dtype, M, UNIT_OFFSET)
+    x = _normed(h.to(tl.float32), weight, eps, dtype, M, UNIT_OFFSET)
     tl.store(x_ptr + row * M + col, x.to(dtype), mask=mask)
 
 
 @triton.jit
-def _normed(x, weight_at, mask, eps, dtype: tl.constexpr, M: tl.constexpr, UNIT_OFFSET: tl.constexpr):
+def _normed(x, weight, eps, dtype: tl.constexpr, M: tl.constexpr, UNIT_OFFSET: tl.constexpr):
     """RMS norm of a row, rounded as `rms_norm` rounds, in fp32."""
-    weight = tl.load(weight_at, mask=mask, other=0.0).to(tl.float32)
     y = x * tl.rsqrt(tl.sum(x * x, 0) / M + eps)
     if UNIT_OFFSET:
         y = y * (1.0 + weight)
