@@ -10,6 +10,9 @@ from typing import Any
 
 from bench.markdown import table
 
+from bench import measure, models
+from longreach.context.shape import KNOWN
+
 NAMES = {"longreach": "Longreach", "unsloth": "Unsloth", "transformers": "Transformers"}
 GIB = 2**30
 Record = dict[str, Any]
@@ -74,7 +77,7 @@ def seconds(records: list[Record]) -> list[str]:
         place = "" if how[4] != "keys" else ", keys streamed"
         rows.append([
             f"{how[1]}, {how[2]:,}", NAMES[how[0]] + place, f"{few['step_s']:.2f} s on {few['layers']}",
-            f"{more['step_s']:.2f} s on {more['layers']}", f"{layer:.3f} s", f"{whole:.1f} s on {deepest}", measured,
+            f"{more['step_s']:.2f} s on {more['layers']}", f"{layer:.3f} s", f"{whole:.1f} s on {deepest}", _share(more, deepest, whole), measured,
         ])  # fmt: skip
     if not rows:
         return []
@@ -89,3 +92,11 @@ def seconds(records: list[Record]) -> list[str]:
         "measured",
     ]
     return ["### Full depth by arithmetic", "", text, "", *table(header, rows)]
+
+
+def _share(r: Record, layers: int, whole: float) -> str:
+    """Share of the roofline at full depth, of a model whose shape is known."""
+    if r["model"].lower() not in KNOWN:
+        return ""
+    shape = models.shape_of(r["model"], layers, tiny=False)
+    return f"{measure.utilization(shape, r['context'], r['completion'], 1, 1, whole):.0%}"

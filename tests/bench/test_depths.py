@@ -90,7 +90,7 @@ def test_time_of_full_depth_follows_from_two_depths():
     runs = [{**record, "layers": layers, "step_s": 1.0 + layers / 2} for layers in (2, 6)]
     runs.append({**record, "context": 8, "layers": 36, "step_s": 1.0})
     (line,) = [line for line in depth_tables.seconds(runs) if line.startswith("| m,")]
-    assert line == "| m, 1,024 | Longreach | 2.00 s on 2 | 4.00 s on 6 | 0.500 s | 19.0 s on 36 |  |"
+    assert line == "| m, 1,024 | Longreach | 2.00 s on 2 | 4.00 s on 6 | 0.500 s | 19.0 s on 36 |  |  |"
     assert depth_tables.seconds(runs[1:]) == []
 
 
