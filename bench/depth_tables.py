@@ -77,7 +77,8 @@ def seconds(records: list[Record]) -> list[str]:
         place = "" if how[4] != "keys" else ", keys streamed"
         rows.append([
             f"{how[1]}, {how[2]:,}", NAMES[how[0]] + place, f"{few['step_s']:.2f} s on {few['layers']}",
-            f"{more['step_s']:.2f} s on {more['layers']}", f"{layer:.3f} s", f"{whole:.1f} s on {deepest}", _share(more, deepest, whole), measured,
+            f"{more['step_s']:.2f} s on {more['layers']}", f"{layer:.3f} s", f"{whole:.1f} s on {deepest}",
+            _share(more, deepest, whole), measured,
         ])  # fmt: skip
     if not rows:
         return []
@@ -89,6 +90,7 @@ def seconds(records: list[Record]) -> list[str]:
         "more layers",
         "a layer",
         "full depth by arithmetic",
+        "of the roofline",
         "measured",
     ]
     return ["### Full depth by arithmetic", "", text, "", *table(header, rows)]
