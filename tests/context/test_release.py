@@ -43,8 +43,8 @@ OPTIMIZERS = {
 }
 
 
-def start(kind, dtype, optimizer, states, **config):
-    model = build(kind, dtype, lora=False, **config)
+def start(kind, dtype, optimizer, states, lora=False, **config):
+    model = build(kind, dtype, lora=lora, **config)
     longreach.enable(model, chunk=8, parity_check=False)
     made = OPTIMIZERS[optimizer](model)
     if states is not None:
@@ -96,6 +96,15 @@ def test_the_bits_of_the_plain_loop(kind, dtype, optimizer, tied, states):
         for name, p in plain.items():
             assert torch.equal(p, ours[name]), (resume, name)
         assert own == pytest.approx(norms, rel=1e-2 if dtype == torch.bfloat16 else 1e-6)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gpt_oss"])
+def test_adapters_are_released_too(kind):
+    plain, _ = run(kind, torch.float32, "adamw", lora=True)
+    ours, _ = run(kind, torch.float32, "adamw", "device", lora=True)
+    start_at = dict(build(kind, torch.float32, lora=True).named_parameters())
+    assert all(torch.equal(p, ours[name]) for name, p in plain.items())
+    assert all(torch.equal(p, start_at[name]) != ("lora" in name) for name, p in ours.items())
 
 
 def test_a_checkpoint_is_the_plain_optimizers():
