@@ -40,6 +40,24 @@ def test_qlora_of_a_4b_model_is_within_its_target(context, most):
     assert found and (context < 380000 or found[0].policy.chunk == 8192)
 
 
+def test_adapters_in_16_bits_halve_what_trains():
+    how = {
+        "context": 8192,
+        "completion": 1024,
+        "weights": "bf16",
+        "lora": 32,
+        "gpu_bytes": 141 * GB,
+        "host_bytes": 512 * GB,
+    }
+    wide, half = (plan("gpt-oss-20b", **how, lora_dtype=d).choice.memory.parts for d in (None, "bf16"))
+    for part in ("adapters", "gradients", "optimizer states"):
+        assert half[part] * 2 == wide[part], part
+    with pytest.raises(ValueError, match="lora_dtype='int8', lora=32: choose 'bf16' or 'fp16'"):
+        plan("gpt-oss-20b", **how, lora_dtype="int8")
+    with pytest.raises(ValueError, match="lora_dtype='bf16', lora=None: choose"):
+        plan("gpt-oss-20b", **how | {"lora": None}, lora_dtype="bf16")
+
+
 def test_streamed_it_stays_within_6_gb_at_380k_and_grows_by_the_rotary_tables_only():
     lean = {**LEAN, "offload": "keys", "chunk": 4096, "keep_every": 6, "gpu_bytes": 24 * GB, "host_bytes": 512 * GB}
     at_380k, at_1m = (plan("Qwen3-4B", context=n, **lean).gpu for n in (380_000, 1 << 20))

@@ -216,6 +216,7 @@ def plan(
     group: int = 1,
     weights: str = "bf16",
     lora: Any = None,
+    lora_dtype: str | None = None,
     gpu_bytes: int | None = None,
     host_bytes: int | None = None,
     prompts: int = 1,
@@ -242,6 +243,7 @@ def plan(
         group: rows that share a prompt.
         weights: "bf16", "fp16", "fp32", "nf4" or "mxfp4".
         lora: a peft.LoraConfig, a rank (on all linear layers but the head, experts included), or None to train all parameters.
+        lora_dtype: "bf16" or "fp16" for adapters in 16 bits; None for PEFT's fp32.
         gpu_bytes: the card's total memory; None for this machine's GPU, or no limit, and no times, where there is none.
         host_bytes: the machine's total memory; None for this machine's.
         prompts: groups in one step.
@@ -264,6 +266,8 @@ def plan(
         prompts=counts["prompts"], optimizer=_optimizer(optimizer), eight_bit_tables=_embedding(embedding),
         released=release_gradients, reference=reference,
     )  # fmt: skip
+    if lora_dtype is not None:
+        work = replace(work, trained_count=work.trained, trained_bytes=work.trained * _sixteen_bits(lora_dtype, lora))
     sampling = None
     if rollout_rows is not None:
         rows = _counts(rollout_rows=rollout_rows)["rollout_rows"]
@@ -272,6 +276,15 @@ def plan(
     if sampling is not None:
         sampling = _placed(work, limits, sampling)
     return made(work, limits, fixed, sampling=sampling)
+
+
+def _sixteen_bits(lora_dtype: str, lora: Any) -> int:
+    """Bytes of an adapter's number."""
+    if lora_dtype not in ("bf16", "fp16") or lora is None:
+        raise ValueError(
+            f"lora_dtype={lora_dtype!r}, lora={lora!r}: choose 'bf16' or 'fp16' with lora, or None for fp32"
+        )
+    return FORMATS[lora_dtype].itemsize
 
 
 def _placed(work: Work, limits: Limits, sampling: Sampling) -> Sampling:
