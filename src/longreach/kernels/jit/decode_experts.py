@@ -62,6 +62,34 @@ def _low_kernel(
 
 
 @triton.jit
+def _low_tile_kernel(
+    x_ptr, choice_ptr, tile_expert_ptr, a_ptr, t_ptr, k, rank, width, x_row, GATHER: tl.constexpr, TILE: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_I: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """t[choice] = x a' of the tile's expert, for all choices of a tile: a is read once per tile."""
+    wait_for_inputs(EARLY)
+    tile = tl.program_id(1)
+    expert = tl.load(tile_expert_ptr + tile).to(tl.int64)
+    if expert >= 0:
+        choice_T = tl.load(choice_ptr + tile * TILE + tl.arange(0, TILE))
+        inside_T = choice_T >= 0
+        row_T = choice_T
+        if GATHER:
+            row_T = choice_T // k
+        r_R = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+        a_at = a_ptr + (expert * rank + r_R)[:, None] * width
+        x_at = x_ptr + row_T.to(tl.int64)[:, None] * x_row
+        acc_RT = tl.zeros([BLOCK_R, TILE], tl.float32)
+        for i in tl.range(0, width, BLOCK_I, num_stages=STAGES):
+            i_I = i + tl.arange(0, BLOCK_I)
+            a_RI = tl.load(a_at + i_I[None, :], mask=(r_R < rank)[:, None] & (i_I < width)[None, :], other=0.0)
+            x_TI = tl.load(x_at + i_I[None, :], mask=inside_T[:, None] & (i_I < width)[None, :], other=0.0)
+            acc_RT = tl.dot(a_RI, tl.trans(x_TI), acc=acc_RT, input_precision=PRECISION)
+        t_at = t_ptr + choice_T[None, :] * rank + r_R[:, None]
+        tl.store(t_at, acc_RT.to(t_ptr.dtype.element_ty), mask=inside_T[None, :] & (r_R < rank)[:, None])
+
+
+@triton.jit
 def _low_row(t_ptr, b_ptr, choice, expert, rank, rows, o_O, BLOCK_R: tl.constexpr):
     """t b of one choice: [O]."""
     r_R = tl.arange(0, BLOCK_R)
@@ -328,6 +356,33 @@ def _low(x: Tensor, expert_Bk: Tensor, weight: ExpertWeight, *, gather: bool) ->
     return t_Ar, b_ErO, {"rank": rank, "LOW": max(16, padded(rank))}
 
 
+def _low_tiles(
+    x: Tensor,
+    choice: Tensor,
+    tile_expert: Tensor,
+    tiles: int,
+    size: int,
+    weight: ExpertWeight,
+    k: int,
+    choices: int,
+    precision: str,
+    *,
+    gather: bool,
+) -> tuple[Tensor, Tensor, dict[str, int]]:
+    """`_low` of choices that lie in tiles."""
+    if weight.low is None:
+        return x, x, {"rank": 0, "LOW": 0}
+    a_ErI, b_ErO = weight.low
+    rank, width = a_ErI.shape[1:]
+    t_Ar = torch.empty(choices, rank, dtype=x.dtype, device=x.device)
+    launch(
+        _low_tile_kernel, (parts(rank, 16), tiles), x, choice, tile_expert, a_ErI, t_Ar, k, rank, width, x.stride(0),
+        GATHER=gather, TILE=size, BLOCK_R=16, BLOCK_I=256 if x.element_size() == 2 else 64, STAGES=3, PRECISION=precision,
+        num_warps=4,
+    )  # fmt: skip
+    return t_Ar, b_ErO, {"rank": rank, "LOW": max(16, padded(rank))}
+
+
 def _row_sizes(features: int) -> dict[str, int]:
     """Tiles with a word of each output feature a thread, as `dot8` needs it; of fewer features where there are few."""
     num_warps = 4
@@ -350,16 +405,16 @@ def _tiles(x_BM, expert_Bk, weight_Bk, gate_up, down, alpha, limit, table, regis
     h_AF = torch.empty(choices, width, dtype=x_BM.dtype, device=x_BM.device)
     y_AM = torch.empty(choices, M, dtype=torch.float32, device=x_BM.device)
     out_BM = torch.empty(B, M, dtype=x_BM.dtype, device=x_BM.device)
+    precision = "ieee" if x_BM.dtype == torch.float32 else "tf32"
     for gated, given, out, weight in ((True, x_BM, h_AF, gate_up), (False, h_AF, y_AM, down)):
         rows = weight.codes.shape[1]
         tile = _tile_sizes(x_BM.dtype)
-        t, b, low = _low(given, expert_Bk, weight, gather=gated)
+        t, b, low = _low_tiles(given, choice, tile_expert, most, size, weight, k, choices, precision, gather=gated)
         launch(
             _tile_kernel, (parts(rows, tile["BLOCK_O"]), most), given, choice, tile_expert, weight_Bk, weight.codes,
             weight.scales, given if weight.bias is None else weight.bias, t, b, table, out, k, low["rank"], rows,
             given.shape[1], given.stride(0), _bias_row(weight), alpha, limit, J=J, TILE=size, GATED=gated,
-            BIAS=weight.bias is not None, LOW=low["LOW"], REGISTERS=registers,
-            PRECISION="ieee" if x_BM.dtype == torch.float32 else "tf32", **tile,
+            BIAS=weight.bias is not None, LOW=low["LOW"], REGISTERS=registers, PRECISION=precision, **tile,
         )  # fmt: skip
     block = min(1024, padded(M))
     launch(_sum_kernel, (B, parts(M, block)), y_AM, out_BM, k, M, BLOCK=block, num_warps=4)
