@@ -26,6 +26,7 @@ CASES = {
     "sample": decode_cases.sample(2, 5000),
     "experts-vector": decode_cases.experts(1, 2, 4, 64, 64),
     "experts-matrix": decode_cases.experts(5, 2, 4, 64, 64),
+    "experts-matrix-adapter": decode_cases.experts(5, 2, 4, 64, 64, rank=8),
 }
 
 # What no step writes (weights, adapters' B, biases) is asked for before the kernel waits for the one before it.
