@@ -23,15 +23,17 @@ def full_finetuning(records: list[dict[str, Any]]) -> list[str]:
         optimizer, place = rest.split("@")
         time = ["out of memory", ""]
         if r["step_s"] is not None:
-            time = [f"{r['peak_bytes'] / 1e9:.1f}", f"{r['step_s']:.2f}"]
+            peak = "" if r["peak_bytes"] is None else f"{r['peak_bytes'] / 1e9:.1f}"
+            time = [peak, f"{r['step_s']:.2f}" + " (see below)" * ("note" in r and bool(peak))]
         rows.append([r["model"], WEIGHTS[weights], OPTIMIZERS[optimizer], PLACES[place], f"{r['context']:,}", *time])
     header = ["model", "weights", "optimizer", "gradients", "tokens", "peak GB", "s"]
+    notes = dict.fromkeys(r["note"] for r in records if "note" in r)
     return [
         "## Full fine-tuning", "",
         f"Forward, backward and optimizer of one sequence with every parameter trained, full depth, random values "
         f"({_where(records[0])}; "
         "`bench/full_finetune.py`). Peak is all that PyTorch has allocated, weights and optimizer states included.", "",
-        *table(header, rows),
+        *table(header, rows), *(line for note in notes for line in (note, "")),
     ]  # fmt: skip
 
 
