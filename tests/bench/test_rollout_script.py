@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from bench import logprobs, rollout
+from bench import decode_step, logprobs, rollout
 
 
 @pytest.mark.parametrize(
@@ -31,3 +31,11 @@ def test_log_probs_alone(tmp_path):
     assert [e["tokens"] for e in entries] == [512, 512]
     # The two strengths are two measurements, of different adapters.
     assert entries[0]["engine_fp32_mean"] != entries[1]["engine_fp32_mean"]
+
+
+def test_decode_step(tmp_path):
+    out = tmp_path / "decode_step.json"
+    decode_step.main(["--device", "cpu", "--tiny", "--batches", "1,8", "--out", str(out)])
+    entries = json.loads(out.read_text())
+    assert [(e["batch"], e["own"]) for e in entries] == [(1, 8), (8, 8)]
+    assert all(0 < e["shortest_us"] <= e["median_us"] for e in entries)
