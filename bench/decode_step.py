@@ -60,7 +60,8 @@ def main(argv: list[str] | None = None) -> None:
 def step_times(model: Any, prompts: list[list[int]], group: int, own: int) -> list[float]:
     """Microseconds of replays of the step over len(prompts) × group rows, each with `own` keys of its own."""
     release_rollout(model)
-    rows, times = len(prompts) * group, []
+    rows = len(prompts) * group
+    times: list[float] = []
 
     def on_token(_number: int, _ids: list[int]) -> bool:
         if not times:  # all rows are under way
