@@ -29,7 +29,8 @@ from longreach.loading import PASSED_ON
         ({"max_length": 1}, ValueError, r"max_length=1: a prompt and a completion need"),
         ({"lora": 0}, ValueError, r"lora=0: give a peft.LoraConfig, a rank"),
         ({"embedding": "int4"}, ValueError, r"embedding='int4': choose 'int8'"),
-        ({"lora_dtype": "bf16"}, ValueError, r"lora_dtype='bf16', lora=None: choose 'bf16' or 'fp16' with lora"),
+        ({"lora_dtype": "bf16"}, ValueError, r"lora_dtype='bf16', lora=None: choose 'bf16' with lora"),
+        ({"lora": 4, "lora_dtype": "fp16"}, ValueError, r"lora_dtype='fp16', lora=4: choose 'bf16'"),
         ({"lora": 4, "lora_dtype": "int8"}, ValueError, r"lora_dtype='int8', lora=4: choose"),
     ],
 )
@@ -51,6 +52,17 @@ def test_a_dtype_may_be_given_in_any_of_its_forms(dtype) -> None:
 def test_adapters_have_the_dtype_asked_for(asked, found) -> None:
     model, _ = longreach.load("zoo", weights="bf16", lora=4, lora_dtype=asked, device="cpu", parity_check=False)
     assert {p.dtype for p in model.parameters() if p.requires_grad} == {found}
+
+
+def test_16_bits_of_the_adapter_leave_a_head_that_trains_beside_it() -> None:
+    from peft import LoraConfig
+
+    lora = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
+    model, _ = longreach.load("zoo", weights="fp32", lora=lora, lora_dtype="bf16", device="cpu", parity_check=False)
+    dtypes = {"lora_" in name: p.dtype for name, p in model.named_parameters() if p.requires_grad}
+    assert dtypes == {True: torch.bfloat16, False: torch.float32}
+    tree = longreach.TokenTree.from_sequences([list(range(5, 25))])
+    longreach.token_logprobs(model, tree)[0].sum().backward()
 
 
 def test_what_is_passed_on_is_what_transformers_takes() -> None:

@@ -49,8 +49,8 @@ def load(
             (what stays in 16 bits has the checkpoint's dtype, or that of `dtype=`); None for what the checkpoint stores.
         lora: a peft.LoraConfig, a rank (LoRA on all linear layers but the head, experts included, alpha twice the rank), or
             None for no adapter.
-        lora_dtype: "bf16" or "fp16" to keep a new adapter, and with it its gradients and optimizer states, in 16 bits; None for
-            PEFT's choice, fp32 on a model in half precision.
+        lora_dtype: "bf16" to keep a new adapter, and with it its gradients and optimizer states, in 16 bits; None for PEFT's
+            choice, fp32 on a model in half precision. (In fp16 AdamW's epsilon is 0.)
         max_length: the longest sequence you will train on, tokens; checked against the model's positions.
         device: e.g. "cuda", "cpu"; None takes the GPU if there is one.
         embedding: "int8" stores embedding and head in 8 bits, frozen; the logits change slightly. None leaves them.
@@ -80,9 +80,9 @@ def load(
     _check_kwargs(kwargs)
     if embedding not in (None, "int8"):
         raise ValueError(f"embedding={embedding!r}: choose 'int8', or None to leave embedding and head as they are")
-    if lora_dtype not in (None, "bf16", "fp16") or (lora_dtype and lora is None):
+    if lora_dtype not in (None, "bf16") or (lora_dtype and lora is None):
         raise ValueError(
-            f"lora_dtype={lora_dtype!r}, lora={lora!r}: choose 'bf16' or 'fp16' with lora, or None for PEFT's choice"
+            f"lora_dtype={lora_dtype!r}, lora={lora!r}: choose 'bf16' with lora, or None for PEFT's choice"
         )
     place = device_of(device)
     adapter = lora_config(lora)
@@ -117,9 +117,8 @@ def load(
             adapter.target_parameters = expert_parameters(model) or None
         model = get_peft_model(model, adapter)
         if lora_dtype is not None:
-            in_dtype = WEIGHTS[lora_dtype]
-            for p in (p for p in model.parameters() if p.requires_grad):
-                p.data = p.data.to(in_dtype)
+            for p in (p for name, p in model.named_parameters() if "lora_" in name):
+                p.data = p.data.to(WEIGHTS[lora_dtype])
     enable(model, parity_check=parity_check)
     return model, tokenizer
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 import transformers as T
@@ -244,6 +245,15 @@ def test_tied_embedding_in_8_bits(tmp_path) -> None:
     torch.testing.assert_close(y, x @ weight.T)
     y.square().sum().backward()
     torch.testing.assert_close(x.grad, 2 * y.detach() @ weight)
+
+
+@pytest.mark.parametrize(("table", "said"), [("embed_tokens", "the embedding"), ("lm_head", "the head")])
+def test_merging_into_8_bits_is_an_error(folder, table, said) -> None:
+    """PEFT would add whole numbers to the codes."""
+    adapter = peft.LoraConfig(r=2, target_modules=[table], init_lora_weights=False, task_type="CAUSAL_LM")
+    model = load(folder, embedding="int8", lora=adapter)
+    with pytest.raises(ValueError, match=rf"adapter of {said} can't be merged into weights of 8 bits.*format='merged'"):
+        model.merge_adapter()
 
 
 def test_an_embedding_that_does_more_is_refused() -> None:

@@ -41,7 +41,7 @@ def plan(
     weights: Annotated[str, typer.Option(help="bf16, fp16, fp32, nf4 or mxfp4.")] = "bf16",
     lora: Annotated[int, typer.Option(help="Adapter rank; 0 trains all parameters.")] = 32,
     lora_dtype: Annotated[
-        str | None, typer.Option(help="bf16 or fp16: adapters, their gradients and states in 16 bits; default: fp32.")
+        str | None, typer.Option(help="bf16: adapters, their gradients and states in 16 bits; default: fp32.")
     ] = None,
     optimizer: Annotated[
         str, typer.Option(help="adamw, adamw_8bit, paged_adamw_8bit, or a value of `optim`.")

@@ -1,32 +1,42 @@
-"""PEFT's adapters on weights that are stored in 4 bits: their forward on experts, and a refusal to merge."""
+"""PEFT's adapters on weights that are stored in 4 or 8 bits: their forward on experts, and a refusal to merge."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from peft.tuners.lora.layer import Embedding as PeftEmbedding
 from peft.tuners.lora.layer import Linear as PeftLinear
 from peft.tuners.lora.layer import ParamWrapper as PeftParamWrapper
 from torch import Tensor, nn
 
+from ..quant.embedding import EightBitEmbedding, EightBitHead
 from ..quant.experts import FourBitExperts
 from ..quant.linear import FourBitLinear
 from .experts import unwrap
 
 
-def _refused(what: str) -> ValueError:
-    """A sum of the weight and the adapter is no 4-bit weight any more."""
+def _refused(what: str, bits: int = 4) -> ValueError:
+    """A sum of the weight and the adapter is no weight of so few bits any more."""
     return ValueError(
-        f"the adapter of {what} can't be merged into weights of 4 bits. Write the sum in 16 bits: longreach.export(model, "
+        f"the adapter of {what} can't be merged into weights of {bits} bits. Write the sum in 16 bits: longreach.export(model, "
         "tokenizer, path, format='merged'), or `longreach export RUN --format merged`; to sample, leave the adapter on"
     )
 
 
 class Linear(PeftLinear):
-    """PEFT's LoRA on a linear layer in 4 bits, whose merge would add to codes. Bears PEFT's class name."""
+    """PEFT's LoRA on a linear layer in 4 bits or a head in 8, whose merge would add to codes. Bears PEFT's class name."""
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Refused."""
-        raise _refused("a linear layer")
+        raise _refused("the head", 8) if isinstance(self.get_base_layer(), EightBitHead) else _refused("a linear layer")
+
+
+class Embedding(PeftEmbedding):
+    """The same on an embedding in 8 bits."""
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Refused."""
+        raise _refused("the embedding", 8)
 
 
 class ParamWrapper(PeftParamWrapper):
@@ -53,9 +63,11 @@ class ParamWrapper(PeftParamWrapper):
 
 
 def adopt_wrappers(model: nn.Module) -> None:
-    """Give PEFT's wrappers around weights in 4 bits the classes above."""
+    """Give PEFT's wrappers around weights in 4 or 8 bits the classes above."""
     for module in model.modules():
         if type(module) is PeftParamWrapper and isinstance(module.get_base_layer(), FourBitExperts):
             module.__class__ = ParamWrapper
-        elif type(module) is PeftLinear and isinstance(module.get_base_layer(), FourBitLinear):
+        elif type(module) is PeftLinear and isinstance(module.get_base_layer(), (FourBitLinear, EightBitHead)):
             module.__class__ = Linear
+        elif type(module) is PeftEmbedding and isinstance(module.get_base_layer(), EightBitEmbedding):
+            module.__class__ = Embedding
