@@ -249,6 +249,15 @@ def test_a_prompt_per_completion_takes_as_many_times_the_keys():
     assert apart > 4 * shared
 
 
+def test_sampling_counts_adapters_copies_and_the_experts_of_a_prefill():
+    """gpt-oss's experts in 4 bits are dequantized 512 MiB at a time; the engine copies 16-bit adapters, Transformers doesn't."""
+    step = work(OSS, "mxfp4", context=3072)
+    ours, theirs = (sampling_memory(step, Sampling(4, 1, shared)).parts for shared in (True, False))
+    assert ours["adapters' copies"] == 2 * step.trained > 0 and "adapters' copies" not in theirs
+    assert ours["dequantized weights"] == 512 * 2**20
+    assert "dequantized weights" not in sampling_memory(work(OSS, "bf16", context=3072), Sampling(4, 1)).parts
+
+
 # --- limits
 
 

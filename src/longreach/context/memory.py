@@ -148,9 +148,13 @@ def _scratch(work: Work, chunk: int) -> int:
     linears = [i * o * form.itemsize for i, o in shape.linears.values()] if packs_linears(shape, work.weights) else []
     few = shape.fused and not shape.experts and work.tokens <= FEW_TOKENS
     found = (sum if work.tokens > chunk and not few else max)(linears) if linears else 0
-    if form.expert < form.itemsize:
-        found += min(shape.expert_matrices * form.itemsize, EXPERT_SCRATCH)
-    return found
+    return found + expert_scratch(work)
+
+
+def expert_scratch(work: Work) -> int:
+    """Experts in the compute dtype, where they are stored in another: a few of a layer at a time."""
+    form = work.format
+    return min(work.shape.expert_matrices * form.itemsize, EXPERT_SCRATCH) if form.expert < form.itemsize else 0
 
 
 def _keys(work: Work, policy: Policy) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from .choice import card_bytes
 from .limits import HOST_PROCESS, Limits
-from .memory import LIBRARIES, Memory, resident
+from .memory import LIBRARIES, Memory, expert_scratch, resident
 from .policy import LARGEST, Policy
 from .work import FLOAT, ChunkShape, Work, packs_linears
 from .workspace import ChunkSizes
@@ -45,6 +45,7 @@ def sampling_memory(work: Work, sampling: Sampling) -> Memory:
     staged = sampling.prompts * _pages(max(1, work.prompt - 1)) * PAGE
     cache = (cached - max(0, full - 2) * staged) * per_token
     chunk = ChunkSizes.of(work, Policy(LARGEST, "none"), shape.windows, _prefill_chunk(work))
+    linears = shape.linear_matrices * b if packs_linears(shape, work.weights) else 0
     rows = sampling.rows
     # A decode step's activations, and its logits: in the compute dtype, in fp32, and one copy while they are sampled from.
     wide = 4 * shape.hidden + 3 * shape.query + 4 * shape.keys + 4 * shape.mlp * max(1, shape.active)
@@ -53,12 +54,18 @@ def sampling_memory(work: Work, sampling: Sampling) -> Memory:
     joined = 0 if sampling.shared else rows * work.context * per_token
     parts = resident(replace(work, standing=0)) | {
         "cache of keys and values": cache,
+        "adapters' copies": adapter_copies(work) if sampling.shared else 0,
         "prefill or decode": max(chunk.forward(), decode) + joined,
-        "dequantized weights": shape.linear_matrices * b if packs_linears(shape, work.weights) else 0,
+        "dequantized weights": expert_scratch(work) + linears,
         "kernel libraries": LIBRARIES,
     }
     host = {"prompts' keys and values": full * staged * per_token} if full else {}
     return Memory({name: size for name, size in parts.items() if size}, host, "sampling")
+
+
+def adapter_copies(work: Work) -> int:
+    """Bytes of the adapters in the compute dtype, as the rollout engine copies them for its steps."""
+    return work.trained * work.itemsize if work.adapted else 0
 
 
 def _prefill_chunk(work: Work) -> ChunkShape:

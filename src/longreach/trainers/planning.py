@@ -14,7 +14,7 @@ from ..context.choice import card_bytes
 from ..context.limits import Limits, this_machine
 from ..context.memory import scoring_memory
 from ..context.plan import Plan, PlanError, laid_down, made, ranks_of, size
-from ..context.sampling import Sampling
+from ..context.sampling import Sampling, adapter_copies
 from ..context.shape import ModelShape
 from ..context.work import Work, optimizer_kind
 from ..rollout.cache import LayerCache
@@ -138,7 +138,7 @@ class Planned(Trainer):
         sampling = Sampling(limits.rows, limits.prompts, on_host=limits.host_prompts)
         if args.rollout_memory == "keep":
             kept = made(
-                replace(work, standing=limits.pool_bytes(layers)),
+                replace(work, standing=limits.pool_bytes(layers) + adapter_copies(work)),
                 plan.limits,
                 plan.fixed,
                 sampling=sampling,
