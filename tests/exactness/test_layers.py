@@ -178,6 +178,24 @@ def test_host_memory_is_used_again_by_the_next_step():
     assert len(set(addresses)) == 1
 
 
+@pytest.mark.parametrize(
+    "options", [{"offload": "host"}, {"offload": "keys"}, {"offload": "host", "keep_every": 2}], ids=str
+)
+def test_a_loss_that_is_kept_keeps_no_host_memory(options):
+    """A loop holds its last loss while the next forward runs."""
+    model = build("qwen3", torch.float32, lora=True)
+    enable(model, chunk=7, parity_check=False, **options)
+    pool, made, losses, found = engine_of(model).pool, [], [], []
+    for _ in range(3):
+        model.zero_grad()
+        losses.append(loss_of(token_logprobs(model, group()[0]), torch.float32))
+        losses[-1].backward()
+        made.append({slab.data_ptr() for slab in pool.free})
+        found.append(gradients(model))
+    assert made[0] and made[0] == made[1] == made[2]
+    assert worst(found[0], found[2])[0] == 0.0
+
+
 def test_two_graphs_alive_at_once_do_not_share_what_is_kept():
     trees = [TokenTree.from_sequences([ids(30, s)]) for s in (1, 2)]
     model = build("qwen3", torch.float32, lora=True)

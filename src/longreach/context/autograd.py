@@ -104,6 +104,8 @@ class ChunkedLayer(torch.autograd.Function):
         below = run.kept.get(call.index - 1)
         if below is not None:
             below.prefetch(memory.chunks[0], attention=False)
+        if not run.kept and run.lease is not None:
+            run.lease.end()  # that was the lowest layer; a loss that is kept keeps no host memory from the next step
         set_rng_state(rng_now)
         return None, None, dhidden, *step.dparams.done()
 

@@ -210,6 +210,12 @@ class Lease:
         self.slabs: list[Tensor] = []
         self.used = 0
 
+    def end(self) -> None:
+        """Give the slabs back before the owner is gone; what was taken must not be used any more."""
+        self.pool.free.extend(self.slabs)
+        self.slabs.clear()
+        self.used = 0
+
     def take(self, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """[elements] of host memory, pinned if `device` is a GPU."""
         size = elements * dtype.itemsize
