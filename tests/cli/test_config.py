@@ -148,6 +148,17 @@ def test_values_become_what_the_field_declares() -> None:
     assert field_names(Settings) == ["rate", "count", "name", "kind", "flag", "targets", "anything"]
 
 
+def test_true_and_false_reach_a_field_that_may_be_auto() -> None:
+    @dataclass
+    class Choice:
+        save: str = "auto"
+        folder: str = "out"
+
+    assert checked(Choice, {"save": True}) == {"save": "true"}
+    with pytest.raises(ConfigError, match="folder=True"):
+        checked(Choice, {"folder": True})
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [

@@ -379,6 +379,15 @@ def test_bad_input_is_named(change, message):
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize("content", ["method: grpo", "[1]", "\0"])
+def test_a_file_that_is_no_config_is_named(content, tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text(content)
+    for given in (str(file), str(tmp_path)):
+        with pytest.raises(ValueError, match=r"config.json' is no config.json of a model: it holds no JSON object"):
+            plan(given, **GROUP)
+
+
 def test_latent_and_linear_attention_have_no_formula():
     config = models.config_of(QWEN, 64).to_dict() | {"kv_lora_rank": 512}
     with pytest.raises(ValueError, match="latent or linear attention"):

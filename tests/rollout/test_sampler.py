@@ -187,3 +187,11 @@ def test_bad_options_are_named(changes, message):
 def test_a_lone_stop_is_a_tuple_of_one():
     params = SamplingParams(stop="end", stop_ids=3)
     assert params.stop == ("end",) and params.stop_ids == (3,)
+
+
+def test_a_subclass_may_have_arguments_of_its_own():
+    class Mine(SamplingParams):
+        def __init__(self, mine, **options):
+            super().__init__(**options)
+
+    assert Mine(mine=2, top_k=3).top_k == 3

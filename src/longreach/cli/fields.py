@@ -68,11 +68,14 @@ def checked(config_class: type, values: Mapping[str, Any], section: str = "") ->
     """
     known = field_names(config_class)
     hints = typing.get_type_hints(config_class)
+    defaults = {field.name: field.default for field in dataclasses.fields(config_class)}
     out: dict[str, Any] = {}
     for name, value in values.items():
         if name not in known:
             raise ConfigError(f"unknown key {section + name!r}{nearest(name, known)}")
         hint = hints[name]
+        if isinstance(value, bool) and hint is str and defaults[name] == "auto":  # save_attention
+            value = str(value).lower()
         if _unchecked(hint):
             out[name] = value
             continue

@@ -176,7 +176,7 @@ class ModelShape:
             path = path / "config.json"
         if path.is_file():
             title = EMBEDDED if name == EMBEDDED else path.parent.name or name
-            return cls._from_dict(json.loads(path.read_text(encoding="utf-8")), title, estimate)
+            return cls._from_dict(_config_in(path), title, estimate)
         if known is not None:
             return known
         if path.parent.is_dir() and path.name == "config.json":
@@ -229,6 +229,16 @@ class ModelShape:
             bias=kind in QKV_BIAS or bool(config.get("attention_bias")),
             exact=exact,
         )
+
+
+def _config_in(path: Path) -> Mapping[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError(f"{str(path)!r} is no config.json of a model: it holds no JSON object")
+    return found
 
 
 def _windows(config: Mapping[str, Any], kind: str, layers: int) -> tuple[int | None, ...]:

@@ -70,7 +70,8 @@ class SamplingParams:
     logprobs: str = "sampled"
 
     def __new__(cls, *args: Any, **kwargs: Any) -> SamplingParams:
-        check_names("SamplingParams", kwargs, cls.__dataclass_fields__)
+        if "__dataclass_fields__" in cls.__dict__:  # a subclass with a constructor of its own knows its arguments
+            check_names(cls.__name__, kwargs, cls.__dataclass_fields__)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
