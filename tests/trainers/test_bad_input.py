@@ -28,6 +28,25 @@ def grpo_config(**changes):
     return ours.GRPOConfig(**(tiny.RUN | dict(num_generations=4, max_completion_length=10) | changes))
 
 
+@pytest.mark.parametrize("config", [ours.GRPOConfig, ours.SFTConfig])
+def test_a_scripts_command_line_is_read(config, tmp_path):
+    common = ["--output_dir", str(tmp_path), "--use_cpu", "--bf16", "False"]
+    (found,) = trl.TrlParser(config).parse_args_and_config(common)
+    assert (found.chunk, found.keep_every, found.save_attention) == ("auto", "auto", "auto")
+    given = ["--chunk", "4096", "--keep_every", "2", "--save_attention", "true"]
+    (found,) = trl.TrlParser(config).parse_args_and_config(common + given)
+    assert (found.chunk, found.keep_every, found.save_attention) == (4096, 2, True)
+
+
+def test_a_configuration_may_have_arguments_of_its_own(tmp_path):
+    class Mine(ours.GRPOConfig):
+        def __init__(self, mine, **fields):
+            self.mine = mine
+            super().__init__(**fields)
+
+    assert Mine(mine=2, output_dir=str(tmp_path), use_cpu=True).mine == 2
+
+
 @pytest.mark.parametrize(
     "changes, message",
     [

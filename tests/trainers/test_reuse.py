@@ -184,6 +184,28 @@ def test_dropout_in_training_computes_prompts_again(tmp_path, caplog):
     assert tokens(made) == [0.0] and "dropout" in caplog.text
 
 
+def test_noise_on_the_embedding_computes_prompts_again(tmp_path, caplog):
+    """NEFTune's hook acts in training and not in the rollout."""
+    reuse._say_once.cache_clear()
+    settings = dict(neftune_noise_alpha=5.0, max_steps=1)
+    without = run(tmp_path, reuse_prefill=False, **settings)
+    with caplog.at_level(logging.WARNING):
+        with_it = run(tmp_path, **settings)
+    assert_same(without, with_it)
+    assert tokens(with_it) == [0.0] and "the embedding has hooks" in caplog.text
+
+
+def test_the_difference_to_the_rollout_is_that_of_its_weights(tmp_path):
+    """Also where an evaluation has drawn completions between two steps on one generation."""
+
+    class Evaluating(ours.GRPOTrainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, eval_dataset=data(4), **kwargs)
+
+    made = run(tmp_path, trainer=Evaluating, num_iterations=2, max_steps=2, eval_strategy="steps", eval_steps=1)
+    assert ["sampling/logp_difference/max" in step for step in tiny.history(made)] == [True, False]
+
+
 def test_room_is_the_plans():
     """On the card, on the host where that is full, nowhere where both are."""
     common = dict(context=33_000, completion=1000, group=8, lora=32, rollout_rows=16, offload="none")

@@ -5,8 +5,8 @@ prompts through these same chunked layers. Of each layer it can leave the input 
 the training forward of a prompt is then its keys and values and nothing else. The backward is what it always is.
 
 This is exact under conditions that are checked before the first layer runs, not assumed: the same weights, the same adapters, the
-same dtypes, and layers that run by their hand-written form (which has no dropout) in both passes. Where one does not hold, the
-prompts are computed again.
+same dtypes, an embedding without hooks, and layers that run by their hand-written form (which has no dropout) in both passes.
+Where one does not hold, the prompts are computed again.
 
 Shape suffixes: T packed tokens, C tokens of a chunk; `...` whatever a token carries.
 """
@@ -157,6 +157,7 @@ class Reused:
 
     def __init__(self, prefill: Prefill, engine: Engine, run: Run, spans: list[Span], tokens: int) -> None:
         self.prefill, self.layers, self.decoder = prefill, engine.layers, engine.decoder
+        self.embedding = engine.causal.get_input_embeddings()
         self.rest, self.lease = run.layout.tokens - tokens, run.lease
         self.spans, self.tokens = spans, tokens
         self.attended = prefill.save_attention and run.save_attention
@@ -182,6 +183,8 @@ class Reused:
             return "only the inputs of some layers are kept (keep_every)"
         if call.run.routers:
             return "the router loss needs the router's logits of every token"
+        if not unhooked(self.embedding):
+            return "the embedding has hooks, which may act in training alone (neftune_noise_alpha?)"
         batches = list({id(span.batch): span.batch for span in self.spans}.values())
         if any(batch.dtypes != (hidden.dtype, call.dtype) for batch in batches):
             return "training computes in another dtype than the rollout (autocast?)"

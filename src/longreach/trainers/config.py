@@ -32,6 +32,8 @@ SEQUENCE_OVERLONG = ("truncate", "drop", "error")
 
 
 def _engine_field(default: Any, help: str) -> Any:
+    """A field of ours. One that takes a number or a word is `int | str | None`, though None is refused: of `int | str`
+    Transformers' parser of command lines makes an int, and fails on the default."""
     return field(default=default, metadata={"help": help})
 
 
@@ -93,10 +95,10 @@ class GRPOConfig(trl.GRPOConfig):
     gradient_checkpointing: bool | None = _engine_field(None, CHECKPOINTING_HELP)  # type: ignore[assignment]
     max_length: int | None = _engine_field(None, "Longest prompt + completion in tokens; None for no bound.")
     on_overlong: str = _engine_field("error", f"What becomes of a longer prompt: one of {', '.join(PROMPT_OVERLONG)}.")
-    chunk: int | str = _engine_field("auto", CHUNK_HELP)
+    chunk: int | str | None = _engine_field("auto", CHUNK_HELP)
     offload: str = _engine_field("auto", OFFLOAD_HELP)
     save_attention: str = _engine_field("auto", SAVE_ATTENTION_HELP)
-    keep_every: int | str = _engine_field("auto", KEEP_HELP)
+    keep_every: int | str | None = _engine_field("auto", KEEP_HELP)
     parity_check: bool = _engine_field(True, PARITY_HELP)
     on_misfit: str = _engine_field("error", MISFIT_HELP)
     release_gradients: bool = _engine_field(False, RELEASE_HELP)
@@ -112,7 +114,7 @@ class GRPOConfig(trl.GRPOConfig):
     rollout_correction: bool = _engine_field(False, "Weigh tokens by the trainer/sampler ratio, as TRL does for vLLM.")
 
     def __new__(cls, *args: Any, **kwargs: Any) -> GRPOConfig:
-        check_names(cls.__name__, kwargs, (f.name for f in fields(cls) if f.init))
+        _check_fields(cls, kwargs)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -164,17 +166,17 @@ class SFTConfig(trl.SFTConfig):
     on_overlong: str = _engine_field(
         "truncate", f"What becomes of a sequence longer than max_length: one of {', '.join(SEQUENCE_OVERLONG)}."
     )
-    chunk: int | str = _engine_field("auto", CHUNK_HELP)
+    chunk: int | str | None = _engine_field("auto", CHUNK_HELP)
     offload: str = _engine_field("auto", OFFLOAD_HELP)
     save_attention: str = _engine_field("auto", SAVE_ATTENTION_HELP)
-    keep_every: int | str = _engine_field("auto", KEEP_HELP)
+    keep_every: int | str | None = _engine_field("auto", KEEP_HELP)
     parity_check: bool = _engine_field(True, PARITY_HELP)
     on_misfit: str = _engine_field("error", MISFIT_HELP)
     release_gradients: bool = _engine_field(False, RELEASE_HELP)
     optimizer_states: str = _engine_field("device", STATES_HELP)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> SFTConfig:
-        check_names(cls.__name__, kwargs, (f.name for f in fields(cls) if f.init))
+        _check_fields(cls, kwargs)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -185,6 +187,12 @@ class SFTConfig(trl.SFTConfig):
         if self.max_length is not None:
             self.max_length = _positive("max_length", self.max_length)
         _check_release(self, accumulation=self.gradient_accumulation_steps)
+
+
+def _check_fields(cls: Any, given: dict[str, Any]) -> None:
+    """Raise TypeError for a name that is no field; a subclass with a constructor of its own knows its arguments itself."""
+    if "__dataclass_fields__" in cls.__dict__:
+        check_names(cls.__name__, given, (f.name for f in fields(cls) if f.init))
 
 
 def reuse_obstacle(config: GRPOConfig) -> str | None:

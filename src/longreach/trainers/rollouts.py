@@ -99,7 +99,8 @@ class Rollouts(TreeLoss):
         """(completion ids per row, sampling log-probs or None)."""
         if self._rollout == "trl":
             return super()._generate_single_turn(prompt_ids, *args, **kwargs)
-        self._drawn_at = self.state.global_step
+        if self.model.training:  # an evaluation between a generation's steps draws others
+            self._drawn_at = self.state.global_step
         with (
             unwrap_model_for_generation(
                 self.model_wrapped, self.accelerator, generation_kwargs=self.generation_kwargs
