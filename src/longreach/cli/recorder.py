@@ -14,7 +14,6 @@ from longreach.report.log import Record
 from longreach.rewards.monitor import Monitor
 from longreach.trainers.reward_calls import is_async, reward_name
 
-KEPT_PER_STEP = 2  # completions of a step in the log: the best and the worst
 KEPT_PER_EVAL = 8
 
 

@@ -27,11 +27,6 @@ def compute_dtype(hidden: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
 
 
-def residual_dtype(compute: torch.dtype) -> torch.dtype:
-    """Dtype of the hidden states between layers when matrix products run in `compute`."""
-    return torch.float32 if compute == torch.float16 else compute
-
-
 def check_range(model: nn.Module) -> None:
     """Refuse a model whose weights did not fit into fp16 (ValueError names the first)."""
     for name, p in model.named_parameters():

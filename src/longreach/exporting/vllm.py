@@ -9,13 +9,6 @@ from typing import Any
 
 from .source import Source
 
-# Classes of Transformers that vLLM has a model of its own for. Others run through its Transformers backend.
-NATIVE = (
-    "DeepseekV3ForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM", "Glm4ForCausalLM", "GptOssForCausalLM",
-    "GraniteForCausalLM", "LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM", "Olmo2ForCausalLM",
-    "Olmo3ForCausalLM", "Phi3ForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM",
-    "Qwen3NextForCausalLM",
-)  # fmt: skip
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # choices of --max-lora-rank
 
 

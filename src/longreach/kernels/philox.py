@@ -35,11 +35,6 @@ def philox(seed: Tensor, count: Tensor, index: Tensor) -> tuple[Tensor, Tensor, 
     return c0, c1, c2, c3
 
 
-def philox_word(seed: Tensor, count: Tensor, index: Tensor) -> Tensor:
-    """The first of the words of `philox`."""
-    return philox(seed, count, index)[0]
-
-
 def gumbel(seed_B: Tensor, count_B: Tensor, vocabulary: int) -> Tensor:
     """[B, V] standard Gumbel noise, fp32: argmax(z + gumbel) is a draw from softmax(z).
 

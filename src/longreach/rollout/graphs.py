@@ -1,4 +1,4 @@
-"""CUDA graphs of the decode step, one per batch size of a ladder, captured largest first from one memory pool.
+"""CUDA graphs of the decode step, one per batch size of a ladder, captured when first needed, from one memory pool.
 
 Lengths, page tables and weights are read on the device at each replay: nothing is captured again when they change.
 
@@ -31,10 +31,6 @@ class GraphLadder:
         self.sizes = ladder(state.limits.rows)
         self.pool = torch.cuda.graph_pool_handle()
         self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-
-    def capture_all(self) -> None:
-        for size in reversed(self.sizes):
-            self._capture(size)
 
     def logits(self, rows: int) -> tuple[int, Tensor]:
         """(B, logits [B, V]) of the smallest size that holds `rows` rows; the next replay writes over the logits."""
