@@ -17,7 +17,7 @@ from torch import Tensor
 from ..decode_reference import ExpertWeight
 from . import padded, parts, warps
 from .early_start import launch, wait_for_inputs
-from .fourbit_codes import MXFP4, ask_for, code_table, code_tile, decoded, dot8, in_registers, packed
+from .fourbit_codes import MXFP4, code_table, code_tile, decoded, dot8, in_registers, packed
 
 VECTOR_TOKENS = 2
 TILE = 16  # choices of an expert that share its decoded weights; twice as many where experts have more of them each
@@ -228,8 +228,6 @@ def _tile_kernel(
         codes_ptr += expert * rows * (width // 2)
         scales_ptr += expert * rows * (width // 32)
         o_O = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
-        first = tl.program_id(0) * BLOCK_O
-        ask_for(scales_ptr + first * (width // 32), tl.minimum(BLOCK_O, rows - first) * (width // 32), REGISTERS)
         acc_OT = tl.zeros([BLOCK_O, TILE], tl.float32)
         x_at = x_ptr + row_T.to(tl.int64)[:, None] * x_row
         for i in tl.range(0, width, BLOCK_I, num_stages=STAGES):

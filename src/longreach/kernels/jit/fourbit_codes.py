@@ -155,18 +155,6 @@ def packed(codes_ptr, scales_ptr, nested_ptr, map_ptr, offset_ptr, o_O, rows, g,
 
 
 @triton.jit
-def ask_for(at_ptr, size, REGISTERS: tl.constexpr):
-    """Have `size` bytes brought into the L2 cache, by lines of 128: what small loads in a loop would otherwise wait for."""
-    if REGISTERS:
-        for first in range(0, size, 64 * 128):
-            line = tl.minimum(first + tl.arange(0, 64) * 128, size - 1)
-            tl.inline_asm_elementwise(
-                "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [(at_ptr + line).to(tl.int64)], dtype=tl.int32,
-                is_pure=False, pack=1,
-            )  # fmt: skip
-
-
-@triton.jit
 def _halves(x_JGE):
     """Even and odd elements of the last axis."""
     return tl.split(tl.reshape(x_JGE, [x_JGE.shape[0], x_JGE.shape[1], x_JGE.shape[2] // 2, 2]))
