@@ -98,9 +98,9 @@ STEP = (
     "A training step is one forward and backward with LoRA r=32 on all seven kinds of linear layer, bf16 weights, random "
     "values in the model's real shape, the loss on the last 1,024 tokens of a sequence. Transformers runs with SDPA and "
     "gradient checkpointing, Unsloth with its own, which offloads; engines that are compared were timed one after the other "
-    "on the same card. Seconds are medians of the steps after the first. Memory is PyTorch's peak less what the loaded model "
-    "takes. The share of the roofline is the time that the model's own FLOP, without recomputation, would take at 790 TFLOP/s "
-    "(matrix products) and 620 TFLOP/s (attention), over the time taken."
+    "on one card (Unsloth at 16K and 32K in an earlier session on the same kind of card). Seconds are medians of the "
+    "steps after the first. Memory is PyTorch's peak less what the loaded model takes. The share of the roofline "
+    "is the time that the model's own FLOP, without recomputation, would take at 790 TFLOP/s (matrix products) and 620 TFLOP/s (attention), over the time taken."
 )
 
 
