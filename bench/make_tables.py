@@ -100,7 +100,8 @@ STEP = (
     "gradient checkpointing, Unsloth with its own, which offloads; engines that are compared were timed one after the other "
     "on one card (Unsloth at 16K and 32K in an earlier session on the same kind of card). Seconds are medians of the "
     "steps after the first. Memory is PyTorch's peak less what the loaded model takes. The share of the roofline "
-    "is the time that the model's own FLOP, without recomputation, would take at 790 TFLOP/s (matrix products) and 620 TFLOP/s (attention), over the time taken."
+    "is the time that the model's own FLOP, without recomputation, would take at 790 TFLOP/s "
+    "(matrix products) and 620 TFLOP/s (attention), over the time taken."
 )
 
 
