@@ -15,6 +15,7 @@ from torch.nn import functional
 from ..context.fused_moe import FusedMoeLayer
 from ..kernels import route
 from ..kernels.decode_experts import FEW_TOKENS, choose_experts, decode_experts
+from ..kernels.dequant import MX_BLOCK
 from ..lora import Experts
 from ..lora.experts import ExpertAdapter
 from ..quant import MXFP4
@@ -57,6 +58,7 @@ class CodedExperts:
             and base.gating.interleaved
             and base.has_bias
             and base.alpha is not None
+            and all(shape[-1] % MX_BLOCK == 0 for shape in base.shapes.values())  # no block lies in two rows
         )
 
     def current(self) -> bool:
