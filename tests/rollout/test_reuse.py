@@ -182,6 +182,24 @@ def hook(model):
     model.get_base_model().model.layers[2].mlp.register_forward_hook(lambda *_: None)
 
 
+@pytest.mark.parametrize("experts", [False, True])
+def test_adapters_of_another_strength(experts):
+    from peft import LoraConfig, get_peft_model
+
+    name = "mlp.experts" if experts else "v_proj"
+    model = get_peft_model(
+        build("gpt_oss", torch.float32, lora=False),
+        LoraConfig(
+            r=2, target_modules=["v_proj"], target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+        ),
+    ).train()
+    longreach.enable(model, chunk=CHUNK, parity_check=False)
+    kept, groups = rollout(model, prompts_of())
+    next(m for n, m in model.named_modules() if n.endswith(name) and hasattr(m, "scaling")).scaling["default"] *= 2
+    with pytest.raises(ReuseError, match="layer 0 has other adapters"):
+        trained(model, groups, kept)
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [(dropout, "dropout or hooks"), (another_adapter, "changed|other adapters"), (hook, "dropout or hooks")],

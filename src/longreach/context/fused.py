@@ -58,7 +58,8 @@ class FusedLayer:
 
     def __init__(self, layer: Any, family: Family, linears: dict[str, Linear], dtype: torch.dtype) -> None:
         self.family, self.dtype = family, dtype
-        self.adapters = tuple(id(line.a) for line in linears.values())  # which ones this form reads
+        # Which adapters this form reads, and how strong they are.
+        self.adapters: tuple[Any, ...] = tuple((id(line.a), line.scale) for line in linears.values())
         attention = layer.self_attn
         self.qkv = LinearGroup([linears[n] for n in QKV], dtype)
         self.kv_only = LinearGroup([linears[n] for n in QKV[1:]], dtype)

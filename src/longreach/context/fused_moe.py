@@ -68,6 +68,9 @@ class FusedMoeLayer(FusedLayer):
         self.moe, self.router = moe, getattr(layer.mlp, moe.router)
         self.experts, self.weights = experts, experts.weights(dtype, keep)
         self.lows = experts.low_ranks(dtype)
+        self.adapters += tuple(
+            None if adapter is None else (id(adapter.a), adapter.scale) for adapter in experts.adapters
+        )
         self.scales = {m: _Scale(m, moe.wide_norm) for m in self.norms()}
 
     @classmethod
