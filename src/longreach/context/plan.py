@@ -243,7 +243,7 @@ def plan(
         group: rows that share a prompt.
         weights: "bf16", "fp16", "fp32", "nf4" or "mxfp4".
         lora: a peft.LoraConfig, a rank (on all linear layers but the head, experts included), or None to train all parameters.
-        lora_dtype: "bf16" or "fp16" for adapters in 16 bits; None for PEFT's fp32.
+        lora_dtype: "bf16" for adapters in 16 bits; None for PEFT's fp32.
         gpu_bytes: the card's total memory; None for this machine's GPU, or no limit, and no times, where there is none.
         host_bytes: the machine's total memory; None for this machine's.
         prompts: groups in one step.
@@ -280,10 +280,8 @@ def plan(
 
 def _sixteen_bits(lora_dtype: str, lora: Any) -> int:
     """Bytes of an adapter's number."""
-    if lora_dtype not in ("bf16", "fp16") or lora is None:
-        raise ValueError(
-            f"lora_dtype={lora_dtype!r}, lora={lora!r}: choose 'bf16' or 'fp16' with lora, or None for fp32"
-        )
+    if lora_dtype != "bf16" or lora is None:
+        raise ValueError(f"lora_dtype={lora_dtype!r}, lora={lora!r}: choose 'bf16' with lora, or None for fp32")
     return FORMATS[lora_dtype].itemsize
 
 
