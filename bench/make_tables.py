@@ -2,7 +2,6 @@
 
 python -m bench.make_tables                   # write the page
 python -m bench.make_tables --check           # exit 1 if the page is not what the results say
-python -m bench.make_tables --join a.json …   # first take records of other files into train_step.json
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import argparse
 import functools
 import json
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +36,9 @@ Record = dict[str, Any]
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a file would change")
-    parser.add_argument(
-        "--join", nargs="+", type=Path, default=[], metavar="JSON", help="files whose records join first"
-    )
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON files")
     parser.add_argument("--page", type=Path, default=PAGE, help="the page to write; plots go beside it")
     options = parser.parse_args(argv)
-    if options.join:
-        join(options.results / "train_step.json", options.join)
     files = {options.page: page(options.results)}
     for name, svg in drawings(steps(options.results)).items():
         files[options.page.parent / name] = svg
@@ -59,31 +52,22 @@ def main(argv: list[str] | None = None) -> None:
         path.write_text(text, encoding="utf-8")
 
 
-def join(path: Path, others: Iterable[Path]) -> None:
-    """Take in records, the later one of the same case winning."""
-    from bench.measure import KEY
-
-    held = {tuple(str(r.get(k)) for k in KEY): r for r in _read(path)}
-    for other in others:
-        held |= {tuple(str(r.get(k)) for k in KEY): r for r in _read(other)}
-    path.write_text(json.dumps(list(held.values()), indent=1) + "\n", encoding="utf-8")
-
-
 def _read(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
 
 
-def steps(results: Path) -> list[Record]:
-    return _read(results / "train_step.json")
+def steps(results: Path, weights: str = "bf16") -> list[Record]:
+    return [r for r in _read(results / "train_step.json") if r.get("weights", "bf16") == weights]
 
 
 def page(results: Path) -> str:
-    records = steps(results)
+    records, packed = steps(results), steps(results, weights="nf4")
     parts = ["# Benchmarks", "", INTRODUCTION, ""]
     if records:
-        parts += [STEP, "", _provenance(records), ""]
-    parts += sequences(records) + seconds(records) + memory(records)
+        parts += [STEP, "", _provenance([*records, *packed]), ""]
+    parts += sequences(records, "One sequence") + pictures(records) + seconds(records) + memory(records)
     parts += groups(records) + tree_gradients(_read(results / "tree_gradients.json")) + everyday(records)
+    parts += sequences(packed, "One sequence, NF4 weights") + seconds(packed)
     parts += grpo_steps(_read(results / "grpo_step.json")) + planner(_read(results / "planner.json"))
     parts += longest()
     parts += full_finetuning(_read(results / "full_finetune.json"))
@@ -95,10 +79,10 @@ def page(results: Path) -> str:
 
 INTRODUCTION = "Made by `python -m bench.make_tables` from `bench/results/`; each figure has its script in `bench/`."
 STEP = (
-    "A training step is one forward and backward with LoRA r=32 on all seven kinds of linear layer, bf16 weights, random "
-    "values in the model's real shape, the loss on the last 1,024 tokens of a sequence. Transformers runs with SDPA and "
-    "gradient checkpointing, Unsloth with its own, which offloads; engines that are compared were timed one after the other "
-    "on one card (Unsloth at 16K and 32K in an earlier session on the same kind of card). Seconds are medians of the "
+    "A training step is one forward and backward with LoRA r=32 on all seven kinds of linear layer, bf16 weights unless said "
+    "otherwise, random values in the model's real shape, the loss on the last 1,024 tokens of a sequence. Transformers runs "
+    "with SDPA and gradient checkpointing, Unsloth with its own, which offloads; engines that are compared were timed one after "
+    "the other on one card (Unsloth at 16K and 32K in an earlier session on the same kind of card). Seconds are medians of the "
     "steps after the first. Memory is PyTorch's peak less what the loaded model takes. The share of the roofline "
     "is the time that the model's own FLOP, without recomputation, would take at 790 TFLOP/s "
     "(matrix products) and 620 TFLOP/s (attention), over the time taken."
@@ -116,11 +100,11 @@ def _provenance(records: list[Record]) -> str:
     return f"Card: {', '.join(cards)}. Commit: {', '.join(commits)}. Versions: {listed}."
 
 
-def sequences(records: list[Record]) -> list[str]:
+def sequences(records: list[Record], title: str) -> list[str]:
     found = [r for r in records if r["case"] == "sequence"]
     if not found:
         return []
-    out = ["## One sequence", ""]
+    out = [f"## {title}", ""]
     deepest = {r["model"]: max(o["layers"] for o in found if o["model"] == r["model"]) for r in found}
     for model, layers in sorted({(r["model"], r["layers"]) for r in found}):
         mine = [r for r in found if (r["model"], r["layers"]) == (model, layers)]
@@ -149,8 +133,12 @@ def sequences(records: list[Record]) -> list[str]:
             share = _percent(r.get("utilization")) if layers == deepest[model] and r["repeats"] else ""
             rows.append([*start, *times, _gib(r.get("above_weights_bytes")), share])
         out += table(header, rows)
-    names = [name for name in drawings(records)]
-    return out + [line for name in names for line in (f"![{name.removesuffix('.svg').replace('_', ' ')}]({name})", "")]
+    return out
+
+
+def pictures(records: list[Record]) -> list[str]:
+    names = drawings(records)
+    return [line for name in names for line in (f"![{name.removesuffix('.svg').replace('_', ' ')}]({name})", "")]
 
 
 def _how(r: Record) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
 import gc
 import importlib.metadata
 import json
@@ -255,12 +256,19 @@ def replayed_microseconds(runs: list[Callable[[], Any]], repeats: int) -> float:
 
 
 def put(path: Path, entry: dict[str, Any], commit: str | None, key: tuple[str, ...]) -> dict[str, Any]:
-    """Write an entry with its provenance into the file, in place of an older one with the same values of `key`."""
+    """Write an entry with its provenance into the file, in place of an older one with the same values of `key`.
+
+    Processes that run side by side may write into one file.
+    """
     entry = {**entry, **provenance(commit)}
-    held = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-    held = [old for old in held if any(old.get(k) != entry.get(k) for k in key)]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps([*held, entry], indent=1) + "\n", encoding="utf-8")
+    with path.open("a+", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        held = json.loads(file.read() or "[]")
+        held = [old for old in held if any(old.get(k) != entry.get(k) for k in key)]
+        file.truncate(0)
+        file.write(json.dumps([*held, entry], indent=1) + "\n")
     return entry
 
 

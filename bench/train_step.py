@@ -8,9 +8,9 @@
     python -m bench.train_step --device cpu --tiny          # tests the script
 
 A step is the forward and backward of one sequence with LoRA r=32 on all seven kinds of linear layer; the loss is the mean
-negative log-prob of the last 1,024 tokens. Weights are random, of the real shapes, bf16. With --group, the completions of a
-group branch off one prompt, and the same rows are run one after the other for comparison. Medians of the steps after the
-first; the first step's time is noted too.
+negative log-prob of the last 1,024 tokens. Weights are random, of the real shapes, bf16 unless --weights says so. With --group,
+the completions of a group branch off one prompt, and the same rows are run one after the other for comparison. Medians of the
+steps after the first; the first step's time is noted too.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = measure.arguments(__doc__ or "")
     parser.add_argument("--chunk", type=int, default=None, help="tokens per chunk (default: the engine's choice)")
     parser.add_argument("--offload", default="auto", choices=("auto", *POLICIES))
+    parser.add_argument("--weights", default="bf16", choices=("bf16", "nf4", "mxfp4"))
     parser.add_argument("--keep-every", type=int, default=1, help="keep the inputs of every so-many-th layer only")
     parser.add_argument(
         "--save-attention",
@@ -88,7 +89,8 @@ class Bench:
         self.shape = models.shape_of(options.model, layers, options.tiny)
         prompts = [*options.prompts, *(prompt for prompt, _ in options.shallow_prompts)]
         positions = max([measure.longest(options), *(prompt + options.completion for prompt in prompts)])
-        self.model = models.adapt(models.build(self.shape, positions, options.device))
+        model = models.build(self.shape, positions, options.device)
+        self.model = models.adapt(model if options.weights == "bf16" else models.pack(model, options.weights))
         self.loaded = measure.loaded_bytes(options.device)
         longreach.enable(
             self.model,
@@ -205,6 +207,8 @@ class Bench:
         }  # fmt: skip
         if policy.keep_every != 1:
             entry["keep_every"] = policy.keep_every
+        if self.options.weights != "bf16":
+            entry["weights"] = self.options.weights
         # what the other layers would add to the peak, and how many there are
         trained = sum(p.nbytes for p in self.model.parameters() if p.requires_grad)
         entry["layer_gradient_bytes"] = trained // self.shape.layers

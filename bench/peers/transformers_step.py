@@ -34,7 +34,7 @@ def loss(model: Any, ids_BS: torch.Tensor, completion: int) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
 
 
-def run_cases(options: Any, shape: Any, model: Any, engine: str, loss_of: Any) -> None:
+def run_cases(options: Any, shape: Any, model: Any, engine: str, loss_of: Any, *, weights: str = "bf16") -> None:
     """The sequence cases and, if asked for, the everyday case of any engine that takes padded rows."""
     device = options.device
     loaded = measure.loaded_bytes(device)
@@ -63,6 +63,8 @@ def run_cases(options: Any, shape: Any, model: Any, engine: str, loss_of: Any) -
         }
         if found["step_s"] is not None:
             entry["utilization"] = measure.utilization(cut, **at, seconds=found["step_s"])
+        if weights != "bf16":
+            entry["weights"] = weights
         if name == "everyday":
             entry["rows_run"] = options.everyday_batches * BATCH
         measure.record(options.out, entry, options.commit)

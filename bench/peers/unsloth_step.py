@@ -1,4 +1,4 @@
-"""The same training step through Unsloth (bf16 weights, its own checkpointing with offload), where it is installed.
+"""The same training step through Unsloth (bf16 or NF4 weights, its own checkpointing with offload), where it is installed.
 
     python -m bench.peers.unsloth_step --lengths 16384,32768,131072 --folder /tmp/random-model
 
@@ -21,6 +21,7 @@ from bench import measure, models
 
 def main(argv: list[str] | None = None) -> None:
     parser = measure.peer_arguments(__doc__ or "")
+    parser.add_argument("--weights", default="bf16", choices=("bf16", "nf4"))
     parser.add_argument("--folder", type=Path, default=None, help="where the random model is written (kept)")
     parser.add_argument("--only-write", action="store_true", help="write the folder and stop")
     options = measure.parse(parser, argv)
@@ -37,10 +38,12 @@ def main(argv: list[str] | None = None) -> None:
             [sys.executable, "-m", "bench.peers.unsloth_step", "--only-write", *(argv or sys.argv[1:])], check=True
         )
     stretch(folder, positions)
-    model = load(folder, positions)
+    model = load(folder, positions, options.weights)
     from bench.peers.transformers_step import run_cases
 
-    run_cases(options, shape, model, "unsloth", lambda ids, completion: loss(model, ids, completion))
+    run_cases(
+        options, shape, model, "unsloth", lambda ids, completion: loss(model, ids, completion), weights=options.weights
+    )
 
 
 def write(shape: Any, positions: int, folder: Path, device: str) -> None:
@@ -70,11 +73,11 @@ def stretch(folder: Path, positions: int) -> None:
     path.write_text(json.dumps(config, indent=1), encoding="utf-8")
 
 
-def load(folder: Path, longest: int) -> Any:
+def load(folder: Path, longest: int, weights: str) -> Any:
     from unsloth import FastLanguageModel  # type: ignore[import-not-found]  # before Transformers: it patches it
 
     model, _ = FastLanguageModel.from_pretrained(
-        model_name=str(folder), max_seq_length=longest, dtype=torch.bfloat16, load_in_4bit=False
+        model_name=str(folder), max_seq_length=longest, dtype=torch.bfloat16, load_in_4bit=weights == "nf4"
     )
     model = FastLanguageModel.get_peft_model(
         model,

@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -146,11 +145,6 @@ def test_a_device_that_is_not_there_is_refused(capsys):
     with pytest.raises(SystemExit):
         train_step.main(["--tiny"])
     assert "there is no CUDA device" in capsys.readouterr().err
-
-
-def test_the_gpu_script_is_valid_shell():
-    done = subprocess.run(["bash", "-n", str(ROOT / "bench" / "run_gpu.sh")], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
 
 
 def test_gpt_oss_and_stock_beside_it(tmp_path):
