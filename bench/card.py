@@ -28,7 +28,6 @@ from pathlib import Path
 from bench import measure
 
 RUNS = Path(__file__).with_suffix(".toml")
-READY = "ready, waiting for"  # what `measure.wait_for` prints
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ class Active:
         """Whether each command has loaded, or ended."""
         logs = [_log(self.log, i) for i in range(len(self.processes))]
         return all(
-            p.poll() is not None or READY in log.read_text(encoding="utf-8", errors="replace")
+            p.poll() is not None or measure.READY in log.read_text(encoding="utf-8", errors="replace")
             for p, log in zip(self.processes, logs)
         )
 

@@ -21,6 +21,7 @@ import torch
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("torch", "transformers", "peft", "trl", "triton", "flash-attn-4", "longreach", "unsloth", "unsloth_zoo")
 GEMM, ATTENTION = 790e12, 620e12  # FLOP per second of an H200 in bf16, as measured: what utilization is a share of
+READY = "ready, waiting for"  # what an engine says that has loaded, before the file's name
 REPLAYS = 15  # of a CUDA graph whose time is taken
 KEY = (
     "engine",
@@ -124,7 +125,7 @@ def wait_for(path: Path | None) -> None:
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
     if path is not None:
-        print(f"ready, waiting for {path}", flush=True)
+        print(READY, path, flush=True)
     while path is not None and not path.exists():
         time.sleep(0.05)
 

@@ -15,7 +15,6 @@ from bench import card, measure
 RUNS = card.read(card.RUNS)
 PRETEND = """
 import argparse, json, pathlib, sys, time
-from bench import measure
 parser = argparse.ArgumentParser()
 parser.add_argument("name")
 parser.add_argument("--seconds", type=float, default=0.3)
@@ -26,10 +25,13 @@ parser.add_argument("--after", type=pathlib.Path)
 options = parser.parse_args()
 if options.fail:
     sys.exit("it broke")
-measure.wait_for(options.after)
+if options.after:
+    print(READY, options.after, flush=True)
+    while not options.after.exists():
+        time.sleep(0.05)
 began = time.time()
 time.sleep(options.seconds)
-measure.put(options.out, {"name": options.name, "began": began, "ended": time.time()}, options.commit, ("name",))
+options.out.with_name(options.name + ".found").write_text(json.dumps({"began": began, "ended": time.time()}))
 print("done", options.name)
 """
 
@@ -61,8 +63,8 @@ def test_each_command_is_one_that_its_script_takes(run, monkeypatch, tmp_path):
 @pytest.fixture
 def pretended(tmp_path, monkeypatch):
     """Runs a list of pretended runs; the table's lines and the records."""
-    (tmp_path / "pretend.py").write_text(PRETEND)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[2]}")
+    (tmp_path / "pretend.py").write_text(PRETEND.replace("READY", repr(measure.READY)))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(measure, "RESULTS", tmp_path / "results")
     (tmp_path / "results").mkdir()
 
@@ -72,8 +74,7 @@ def pretended(tmp_path, monkeypatch):
         with pytest.raises(SystemExit) as left:
             card.main([*names, "--runs", str(tmp_path / "runs.toml"), "--out", str(out), "--commit", "abc"])
         assert bool(left.value.code) == bool(code)
-        found = json.loads((out / "found.json").read_text()) if (out / "found.json").exists() else []
-        return {r["name"]: r for r in found}
+        return {path.stem: json.loads(path.read_text()) for path in out.glob("*.found")}
 
     return campaign
 
@@ -95,7 +96,7 @@ def test_engines_that_are_compared_take_turns(pretended):
 
 def test_timed_runs_are_alone_and_the_others_side_by_side(pretended):
     timed = run("t1", "t1", timed=True) + run("t2", "t2", timed=True)
-    found = pretended(run("a", "a --seconds 8") + timed + run("b", "b --seconds 8"))
+    found = pretended(run("a", "a --seconds 2") + timed + run("b", "b --seconds 2"))
     assert not apart(found["a"], found["b"])
     assert all(apart(found["t1"], found[other]) for other in ("a", "b", "t2"))
 
