@@ -77,7 +77,10 @@ def page(results: Path) -> str:
     return "\n".join(parts).rstrip() + "\n"
 
 
-INTRODUCTION = "Made by `python -m bench.make_tables` from `bench/results/`; each figure has its script in `bench/`."
+INTRODUCTION = (
+    "Made by `python -m bench.make_tables` from `bench/results/`; each figure has its script in `bench/`. "
+    "`python -m bench.card` runs them all on a card, a group or a single one by its name (`--list`)."
+)
 STEP = (
     "A training step is one forward and backward with LoRA r=32 on all seven kinds of linear layer, bf16 weights unless said "
     "otherwise, random values in the model's real shape, the loss on the last 1,024 tokens of a sequence. Transformers runs "
