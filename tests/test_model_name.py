@@ -108,6 +108,41 @@ def test_what_the_hub_does_not_have_is_said_with_what_lies_here(here: Path) -> N
             ask()
 
 
+def test_without_a_network_nobody_waits(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Hub's client sleeps between its attempts."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    nowhere = "http://127.0.0.1:9/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", nowhere)
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: pytest.fail(f"sleeps {seconds} s"))
+    for ask in (
+        lambda: longreach.load("my-modell"),
+        lambda: longreach.plan("my-modell", context=64, completion=8),
+    ):
+        with pytest.raises(
+            ValueError, match=r"did you mean 'my-model'\?, and not to be had from the Hub; .*no connection"
+        ):
+            ask()
+
+
+def test_without_a_network_what_is_in_the_cache_is_taken(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from longreach.model_name import check_connected
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    nowhere = "http://127.0.0.1:9/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", nowhere)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(here / "cache"))
+    (commit := here / "cache" / "models--some--model" / "snapshots" / ("a" * 40)).mkdir(parents=True)
+    (refs := commit.parents[1] / "refs").mkdir()
+    (commit / "config.json").write_text("{}", encoding="utf-8")
+    for revision in ("main", "v1"):
+        with pytest.raises(ConnectionError):
+            check_connected("some/model", revision)
+        (refs / revision).write_text("a" * 40, encoding="utf-8")
+        check_connected("some/model", revision)
+    for name in ("some/model", str(here), "no id of the Hub"):
+        check_connected(name)
+
+
 def test_a_folder_without_a_model_is_named_with_its_checkpoint(here: Path) -> None:
     for step in (5, 10):
         (here / "runs" / "train_grpo" / f"checkpoint-{step}").mkdir()

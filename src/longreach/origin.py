@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .gguf_origin import GGUFOrigin
-from .model_name import MissingModelError, check_holds_model, model_place, not_on_the_hub
+from .model_name import MissingModelError, check_connected, check_holds_model, model_place, not_on_the_hub
 
 ADAPTER_CONFIG = "adapter_config.json"
 
@@ -46,6 +46,7 @@ class Origin:
         if self.gguf:
             return GGUFOrigin(self.gguf).config()
         with _from_hub(self.base):
+            check_connected(self.base, kwargs.get("revision"))
             return AutoConfig.from_pretrained(self.base, **kwargs)
 
     def load_tokenizer(self, **kwargs: Any) -> Any:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..model_name import EMBEDDED, EMBEDDED_FOLDER, model_place, not_on_the_hub
+from ..model_name import EMBEDDED, EMBEDDED_FOLDER, check_connected, model_place, not_on_the_hub
 
 # Families whose layers `fused.py` writes out by hand; all others run as Transformers' modules under autograd.
 FUSED = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "gpt_oss", "qwen3_moe")
@@ -184,6 +184,7 @@ class ModelShape:
         from transformers import AutoConfig
 
         try:
+            check_connected(name)
             return cls.of(AutoConfig.from_pretrained(name), estimate=estimate)
         except OSError as error:
             names = ", ".join(dict.fromkeys(shape.name for shape in KNOWN.values()))
