@@ -29,9 +29,9 @@ from longreach.loading import PASSED_ON
         ({"max_length": 1}, ValueError, r"max_length=1: a prompt and a completion need"),
         ({"lora": 0}, ValueError, r"lora=0: give a peft.LoraConfig, a rank"),
         ({"embedding": "int4"}, ValueError, r"embedding='int4': choose 'int8'"),
-        ({"lora_dtype": "bf16"}, ValueError, r"lora_dtype='bf16', lora=None: choose 'bf16' with lora"),
-        ({"lora": 4, "lora_dtype": "fp16"}, ValueError, r"lora_dtype='fp16', lora=4: choose 'bf16'"),
-        ({"lora": 4, "lora_dtype": "int8"}, ValueError, r"lora_dtype='int8', lora=4: choose"),
+        ({"lora_dtype": "bf16"}, ValueError, r"lora_dtype='bf16': 'zoo' has no adapter and lora=None adds none"),
+        ({"lora": 4, "lora_dtype": "fp16"}, ValueError, r"lora_dtype='fp16': choose 'bf16'"),
+        ({"lora_dtype": "int8"}, ValueError, r"lora_dtype='int8': choose"),
     ],
 )
 def test_wrong_arguments_are_named(arguments, error, message, monkeypatch) -> None:
@@ -51,6 +51,14 @@ def test_a_dtype_may_be_given_in_any_of_its_forms(dtype) -> None:
 @pytest.mark.parametrize(("asked", "found"), [(None, torch.float32), ("bf16", torch.bfloat16)])
 def test_adapters_have_the_dtype_asked_for(asked, found) -> None:
     model, _ = longreach.load("zoo", weights="bf16", lora=4, lora_dtype=asked, device="cpu", parity_check=False)
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {found}
+
+
+@pytest.mark.parametrize(("asked", "found"), [(None, torch.float32), ("bf16", torch.bfloat16)])
+def test_so_do_adapters_from_a_folder(asked, found, tmp_path) -> None:
+    common = dict(weights="bf16", device="cpu", parity_check=False)
+    longreach.load("zoo", lora=4, **common)[0].save_pretrained(tmp_path)
+    model, _ = longreach.load(str(tmp_path), lora_dtype=asked, **common)
     assert {p.dtype for p in model.parameters() if p.requires_grad} == {found}
 
 

@@ -49,8 +49,8 @@ def load(
             (what stays in 16 bits has the checkpoint's dtype, or that of `dtype=`); None for what the checkpoint stores.
         lora: a peft.LoraConfig, a rank (LoRA on all linear layers but the head, experts included, alpha twice the rank), or
             None for no adapter.
-        lora_dtype: "bf16" to keep a new adapter, and with it its gradients and optimizer states, in 16 bits; None for PEFT's
-            choice, fp32 on a model in half precision. (In fp16 AdamW's epsilon is 0.)
+        lora_dtype: "bf16" to keep the adapter, new or from its folder, and with it its gradients and optimizer states, in 16
+            bits; None for PEFT's choice, fp32 on a model in half precision. (In fp16 AdamW's epsilon is 0.)
         max_length: the longest sequence you will train on, tokens; checked against the model's positions.
         device: e.g. "cuda", "cpu"; None takes the GPU if there is one.
         embedding: "int8" stores embedding and head in 8 bits, frozen; the logits change slightly. None leaves them.
@@ -80,16 +80,18 @@ def load(
     _check_kwargs(kwargs)
     if embedding not in (None, "int8"):
         raise ValueError(f"embedding={embedding!r}: choose 'int8', or None to leave embedding and head as they are")
-    if lora_dtype not in (None, "bf16") or (lora_dtype and lora is None):
-        raise ValueError(
-            f"lora_dtype={lora_dtype!r}, lora={lora!r}: choose 'bf16' with lora, or None for PEFT's choice"
-        )
+    if lora_dtype not in (None, "bf16"):
+        raise ValueError(f"lora_dtype={lora_dtype!r}: choose 'bf16', or None for PEFT's choice")
     place = device_of(device)
     adapter = lora_config(lora)
     trusted = {k: v for k, v in kwargs.items() if k in ("trust_remote_code", "revision", "token")}
     origin = origin_of(name_or_path)
     if origin.adapter and adapter is not None:
         raise ValueError(f"lora={lora!r}: {name_or_path!r} is an adapter already; leave lora out to go on training it")
+    if lora_dtype is not None and origin.adapter is None and adapter is None:
+        raise ValueError(
+            f"lora_dtype={lora_dtype!r}: {name_or_path!r} has no adapter and lora=None adds none; give lora too"
+        )
     config = kwargs.pop("config", None) or origin.config(**trusted)
     text = config.get_text_config()
     check_supported(text)
@@ -116,9 +118,9 @@ def load(
         if not isinstance(lora, type(adapter)):
             adapter.target_parameters = expert_parameters(model) or None
         model = get_peft_model(model, adapter)
-        if lora_dtype is not None:
-            for p in (p for name, p in model.named_parameters() if "lora_" in name):
-                p.data = p.data.to(WEIGHTS[lora_dtype])
+    if lora_dtype is not None:
+        for p in (p for name, p in model.named_parameters() if "lora_" in name):
+            p.data = p.data.to(WEIGHTS[lora_dtype])
     enable(model, parity_check=parity_check)
     return model, tokenizer
 
