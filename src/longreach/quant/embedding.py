@@ -69,10 +69,15 @@ class _EightBit(nn.Module):
         if bias is not None:
             destination[prefix + "bias"] = bias if keep_vars else bias.detach()
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        raise ValueError(
-            f"{prefix}weight is stored in 8 bits and can't take other weights; load the model again instead"
-        )
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, missing_keys: list[str], *args: Any
+    ) -> None:
+        if prefix + "weight" in state_dict:
+            raise ValueError(
+                f"{prefix}weight is stored in 8 bits and can't take other weights; load the model again instead"
+            )
+        if strict:
+            missing_keys.append(prefix + "weight")
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         scale = self.scale
