@@ -182,6 +182,22 @@ def test_forms_that_the_op_does_not_know_run_on_the_module() -> None:
     assert Experts.of(build("deepseek_v3", torch.float32, lora=False).model.layers[1].mlp.experts) is None
 
 
+def test_adapters_that_come_after_enable() -> None:
+    """Their forward is our operation, and merging them is refused."""
+    from longreach.lora.wrapper import ParamWrapper
+
+    packed = pair("gpt_oss", torch.float32, MXFP4())[1]
+    enable(packed, parity_check=False)
+    late = adapted(packed, torch.float32)
+    assert sum(type(m) is ParamWrapper for m in late.modules()) == 8
+    early = adapted(pair("gpt_oss", torch.float32, MXFP4())[1], torch.float32)
+    enable(early, parity_check=False)
+    row = ids(20, 5)
+    torch.testing.assert_close(log_probs(late, row), log_probs(early, row))
+    with pytest.raises(ValueError, match=r"adapter of .*_proj can't be merged into weights of 4 bits"):
+        late.merge_adapter()
+
+
 def test_the_adapter_switched_off_is_the_base_model() -> None:
     with true_fp64():
         tree, rows = TREES["group"]()

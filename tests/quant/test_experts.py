@@ -233,10 +233,19 @@ def test_a_checkpoint_that_does_not_fit_names_the_tensor(tmp_path) -> None:
             longreach.load(folder, device="cpu", parity_check=False)
 
 
-def test_adapters_on_4_bits_need_the_engine() -> None:
-    model = adapted(four_bit(build("gpt_oss", torch.float32, lora=False), MXFP4()), torch.float32)
+def test_adapters_on_4_bits_run_without_the_engine() -> None:
+    from peft.tuners.lora.layer import ParamWrapper
+
+    row = torch.arange(3, 9)[None]
+    whole, packed = (adapted(model, torch.float32) for model in pair("gpt_oss", torch.float32, MXFP4()))
+    torch.testing.assert_close(packed(input_ids=row).logits, whole(input_ids=row).logits)
+    for found in packed.modules():
+        if isinstance(found, ParamWrapper):  # as if PEFT had made it before our first import
+            found.__class__ = ParamWrapper
     with pytest.raises((RuntimeError, ValueError), match=r"call longreach\.enable|FourBitExperts"):
-        model(input_ids=torch.arange(3, 9)[None])
+        packed(input_ids=row)
+    enable(packed, parity_check=False)
+    torch.testing.assert_close(packed(input_ids=row).logits, whole(input_ids=row).logits)
 
 
 def test_values_of_a_weight_in_4_bits_are_not_handed_out() -> None:

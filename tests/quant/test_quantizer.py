@@ -256,6 +256,89 @@ def test_merging_into_8_bits_is_an_error(folder, table, said) -> None:
         model.merge_adapter()
 
 
+def adapter(**given) -> peft.LoraConfig:
+    return peft.LoraConfig(**({"r": 2, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"} | given))
+
+
+@pytest.mark.parametrize("stored", [dict(weights="nf4"), dict(weights="mxfp4"), dict(embedding="int8")], ids=str)
+@pytest.mark.parametrize("field, value", [("use_dora", True), ("init_lora_weights", "pissa")])
+def test_an_adapter_that_reads_the_weight_is_refused(folder, stored, field, value) -> None:
+    """PEFT would take the codes for the weight: a traceback for 4 bits, wrong numbers for 8."""
+    target, bits = ("q_proj", 4) if "weights" in stored else ("lm_head", 8)
+    said = rf"{field}={value!r} needs the weight itself.* is stored in {bits} bits here; leave {field} out, or load"
+    with pytest.raises(ValueError, match=said):
+        load(folder, **stored, lora=adapter(target_modules=[target], **{field: value}))
+
+
+def test_an_adapter_that_reads_a_weight_in_16_bits_is_not(folder) -> None:
+    model = load(folder, weights="nf4", lora=adapter(target_modules=["lm_head"], use_dora=True))
+    assert any("magnitude" in name for name, p in model.named_parameters() if p.requires_grad)
+
+
+def test_a_trainer_names_what_an_adapter_needs(folder, tmp_path) -> None:
+    """By `model_init_kwargs`, where TRL loads the model and adds the adapter."""
+    import longreach.trainers as ours
+
+    given = {"quantization_config": FourBitConfig("nf4"), "dtype": "bfloat16", "device_map": None}
+    args = ours.SFTConfig(**tiny.RUN, output_dir=str(tmp_path), model_init_kwargs=given)
+    tables = dict(train_dataset=tiny.pairs(), processing_class=tiny.tokenizer())
+    with pytest.raises(ValueError, match="use_dora=True needs the weight itself"):
+        ours.SFTTrainer(str(folder), args, **tables, peft_config=adapter(use_dora=True))
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        (dict(modules_to_save=["lm_head"]), "modules_to_save: the head would be trained"),
+        (dict(modules_to_save=["embed_tokens"]), "modules_to_save: the embedding would be trained"),
+        (dict(trainable_token_indices=[5]), "trainable_token_indices: the embedding would be trained"),
+    ],
+    ids=str,
+)
+def test_training_what_is_in_8_bits_is_refused(folder, given, said) -> None:
+    with pytest.raises(ValueError, match=rf"{said}.*8 bits, frozen; leave .* out, or .*\(without embedding='int8'\)"):
+        load(folder, embedding="int8", lora=adapter(**given))
+
+
+def test_training_what_is_in_4_bits_is_refused(folder) -> None:
+    with pytest.raises(ValueError, match=r"modules_to_save: a linear layer would be trained.*4 bits.*weights='bf16'"):
+        load(folder, weights="nf4", lora=adapter(modules_to_save=["mlp"]))
+    load(folder, weights="nf4", embedding="int8", lora=adapter(modules_to_save=["norm"]))
+
+
+@pytest.mark.parametrize("stored", [dict(weights="nf4"), dict(embedding="int8")], ids=str)
+@pytest.mark.parametrize("later", ["get_peft_model", "add_adapter", "load_adapter"])
+@pytest.mark.parametrize("safe", [False, True])
+def test_adapters_that_come_later_are_not_merged_either(folder, stored, later, safe, tmp_path) -> None:
+    """With `safe_merge` PEFT would round the adapter to whole numbers and add these to the codes of 8 bits."""
+    others, few = ("lm_head", "k_proj") if "weights" in stored else ("q_proj", "lm_head")
+    more = adapter(target_modules=[few], init_lora_weights=False)
+    if later == "get_peft_model":
+        model = peft.get_peft_model(load(folder, **stored), more)
+    else:
+        model = load(folder, **stored, lora=adapter(target_modules=[others]))
+    if later == "add_adapter":
+        model.add_adapter("second", more)
+    elif later == "load_adapter":
+        peft.get_peft_model(load(folder), more).save_pretrained(tmp_path, save_embedding_layers=False)
+        model.load_adapter(str(tmp_path), "second")
+    model.set_adapter("default" if later == "get_peft_model" else "second")
+    before = [(m, m.weight.clone()) for m in model.modules() if isinstance(m, (FourBitLinear, EightBitHead))]
+    with pytest.raises(ValueError, match="can't be merged into weights of"):
+        model.merge_and_unload(safe_merge=safe)
+    assert before and all(torch.equal(m.weight, codes) for m, codes in before)
+
+
+def test_an_adapter_from_a_folder_goes_onto_an_embedding_in_8_bits(folder, tmp_path) -> None:
+    lora = adapter(init_lora_weights=False)
+    first = load(folder, embedding="int8", lora=lora)
+    first.save_pretrained(tmp_path)
+    again = load(tmp_path, embedding="int8")
+    torch.testing.assert_close(again(IDS).logits, first(IDS).logits)
+    with pytest.raises(RuntimeError, match=r"Missing key.*lm_head\.weight"):
+        first.load_state_dict({})
+
+
 def test_an_embedding_that_does_more_is_refused() -> None:
     from longreach.quant.embedding import store_in_8_bits
     from tests.exactness.models import build

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..lora import adopt_wrappers
+
 # In the exactness tests, with LoRA and with full parameters.
 TESTED = (
     "deepseek_v3", "gemma2", "gemma3_text", "glm4", "gpt_oss", "granite", "llama", "mistral", "mixtral", "olmo2", "olmo3",
@@ -94,7 +96,7 @@ def check_window(module: Any, window: int | None) -> None:
 
 
 def take_over_adapters(model: Any) -> None:
-    """Give adapters on experts in 4 bits their own operation; raise `UnsupportedModelError` for a kind that can't run in
+    """Give adapters on weights in 4 or 8 bits their own classes; raise `UnsupportedModelError` for a kind that can't run in
     chunks."""
     adapters = getattr(model, "peft_config", None)
     if not isinstance(adapters, dict):
@@ -105,6 +107,4 @@ def take_over_adapters(model: Any) -> None:
                 f"adapter {name!r} is of type {adapter.peft_type}, which adds virtual tokens or keys outside the layers; chunked "
                 "execution supports adapters inside them, such as LoRA. Train it with stock TRL."
             )
-    from ..lora.wrapper import adopt_wrappers  # here, because it brings PEFT along
-
     adopt_wrappers(model)

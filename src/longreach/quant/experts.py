@@ -195,8 +195,8 @@ class FourBitExperts(nn.Module):
     def __delattr__(self, name: str) -> None:
         if name in PRODUCTS and name not in self._parameters:
             raise RuntimeError(
-                f"LoRA on {name} of experts in 4 bits runs through Longreach's own operation: call longreach.enable(model) "
-                "after PEFT has added the adapter"
+                f"LoRA on {name} of experts in 4 bits runs through Longreach's own operation, and this adapter was there before "
+                "it: call longreach.enable(model)"
             )
         super().__delattr__(name)
 
