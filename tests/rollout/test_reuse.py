@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 import longreach
-from longreach.context import reuse
 from longreach.context.install import engine_of
 from longreach.context.logprob import score
 from longreach.context.reuse import Prefill, ReuseError
@@ -27,12 +26,6 @@ LENGTHS = (37, 2, 70, 20, 48)
 OPTIONS = RolloutOptions(rows=7, page=16)
 SAMPLING = SamplingParams(max_new_tokens=9)
 CHUNK = 16
-
-
-@pytest.fixture(autouse=True)
-def said():
-    """Each test hears the reason anew."""
-    reuse._say_once.cache_clear()
 
 
 def prompts_of(lengths=LENGTHS):
@@ -155,6 +148,18 @@ def test_other_weights_are_never_used(caplog):
         trained(model, groups, kept)
 
 
+@pytest.mark.parametrize("required", [True, False])
+def test_prompts_that_it_does_not_hold_are_said_where_it_is_required(required, caplog):
+    model = build("llama", torch.float32, lora=True)
+    longreach.enable(model, chunk=CHUNK, parity_check=False)
+    kept, _ = rollout(model, prompts_of(), required=required)
+    other = ([5] * 30, [[7, 8, 9]])
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert trained(model, [other], kept)[2] == 0
+    assert ["not those that the rollout has computed" in text for text in reasons(caplog)] == [True] * required
+
+
 def test_a_rollout_on_new_weights_forgets_the_old_ones():
     model = build("qwen3", torch.float32, lora=True)
     longreach.enable(model, chunk=CHUNK, parity_check=False)
@@ -163,7 +168,7 @@ def test_a_rollout_on_new_weights_forgets_the_old_ones():
         next(p for p in model.parameters() if p.requires_grad).mul_(2)
     requests = requests_of(model, prompts_of((30,)), SAMPLING, 1, 1, None)
     rollout_engine(model, OPTIONS).run(requests, keep=kept)
-    assert kept.tokens == 29 and len(kept.places) == 1
+    assert [batch.layout.tokens for batch, _ in kept.places.values()] == [29]
     assert trained(model, groups, kept)[2] == 0
 
 

@@ -102,7 +102,6 @@ def disturb(when):
 
 
 def test_changed_weights_are_trained_as_they_are(tmp_path, caplog):
-    reuse._say_once.cache_clear()
     without = run(tmp_path, reuse_prefill=False, **disturb((2,)))
     with caplog.at_level(logging.WARNING):
         with_it = run(tmp_path, **disturb((2,)))
@@ -110,6 +109,9 @@ def test_changed_weights_are_trained_as_they_are(tmp_path, caplog):
     first, second, third = tokens(with_it)
     assert first > 0 and second == 0 and third > 0
     assert sum("the weights have changed" in r.getMessage() for r in caplog.records) == 1
+    with caplog.at_level(logging.WARNING):
+        run(tmp_path, **disturb((2,)))  # another trainer says it for itself
+    assert sum("the weights have changed" in r.getMessage() for r in caplog.records) == 2
 
 
 def test_the_check_is_what_keeps_stale_inputs_out(tmp_path, monkeypatch):
@@ -139,6 +141,33 @@ def test_memory_is_gone_when_the_step_is_taken(tmp_path):
     assert not [b for b in seen if b() is not None]
 
 
+def test_memory_is_gone_when_training_breaks_off(tmp_path):
+    class Broken(ours.GRPOTrainer):
+        def _compute_loss(self, *args, **kwargs):
+            held.extend(weakref.ref(batch) for batch, _ in self._prefill.places.values())
+            raise RuntimeError("broken")
+
+    held = []
+    made = run(tmp_path, trainer=Broken, train=False, reuse_prefill=True)
+    with pytest.raises(RuntimeError, match="broken"):
+        made.train()
+    gc.collect()
+    assert held and not [b for b in held if b() is not None]
+
+
+def test_a_rollout_func_rules_it_out(tmp_path):
+    def draw(prompts, trainer):
+        raise AssertionError("never called")
+
+    class Drawing(ours.GRPOTrainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, rollout_func=draw, **kwargs)
+
+    with pytest.raises(ValueError, match="reuse_prefill=True: completions are drawn by rollout_func"):
+        run(tmp_path, trainer=Drawing, train=False, reuse_prefill=True)
+    assert run(tmp_path, trainer=Drawing, train=False)._reuse_place is None
+
+
 def test_an_evaluation_keeps_nothing(tmp_path, monkeypatch):
     made = run(tmp_path, train=False, reuse_prefill=True, eval_strategy="no")
     built = []
@@ -150,7 +179,12 @@ def test_an_evaluation_keeps_nothing(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        (dict(steps_per_generation=4), "steps_per_generation=4 is more than gradient_accumulation_steps=2"),
+        (dict(steps_per_generation=4), "gradient_accumulation_steps=2 is not a multiple of steps_per_generation=4"),
+        (
+            dict(gradient_accumulation_steps=3, steps_per_generation=2),
+            "gradient_accumulation_steps=3 is not a multiple",
+        ),
+        (dict(use_transformers_continuous_batching=True), "drawn by Transformers' generate"),
         (dict(max_length=None), "max_length=None"),
         (dict(rollout="transformers"), "the rollout engine does not draw"),
         (dict(keep_every=2), "keep_every=2"),
@@ -176,7 +210,6 @@ def test_models_that_rule_it_out(tmp_path, caplog):
 
 
 def test_dropout_in_training_computes_prompts_again(tmp_path, caplog):
-    reuse._say_once.cache_clear()
     adapter = tiny.lora()
     adapter.lora_dropout = 0.1
     with caplog.at_level(logging.WARNING):
@@ -186,7 +219,6 @@ def test_dropout_in_training_computes_prompts_again(tmp_path, caplog):
 
 def test_noise_on_the_embedding_computes_prompts_again(tmp_path, caplog):
     """NEFTune's hook acts in training and not in the rollout."""
-    reuse._say_once.cache_clear()
     settings = dict(neftune_noise_alpha=5.0, max_steps=1)
     without = run(tmp_path, reuse_prefill=False, **settings)
     with caplog.at_level(logging.WARNING):

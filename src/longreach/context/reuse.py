@@ -13,7 +13,6 @@ Shape suffixes: T packed tokens, C tokens of a chunk; `...` whatever a token car
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -82,11 +81,16 @@ class Prefill:
     Args:
         on_host: it waits in the engine's host memory; else on the model's device.
         save_attention: attention outputs are kept too.
-        required: raise `ReuseError` in a training step that can't use it, rather than compute the prompts again.
+        required: raise `ReuseError` in a training step that can't use it, rather than compute the prompts again; prompts that
+            it does not hold are computed, and it is said.
+        said: reasons that were logged already; hand the same set to every prefill of a trainer.
     """
 
-    def __init__(self, *, on_host: bool, save_attention: bool, required: bool = False) -> None:
+    def __init__(
+        self, *, on_host: bool, save_attention: bool, required: bool = False, said: set[str] | None = None
+    ) -> None:
         self.on_host, self.save_attention, self.required = on_host, save_attention, required
+        self.said = set() if said is None else said
         self.places: dict[bytes, tuple[Batch, int]] = {}
         self.version: tuple[tuple[int, int], ...] | None = None
 
@@ -107,17 +111,20 @@ class Prefill:
         for i in range(len(batch.layout.length)):
             self.places.setdefault(_key(batch.layout, i), (batch, batch.layout.start[i]))
 
-    @property
-    def tokens(self) -> int:
-        """Prompt tokens held."""
-        return sum(batch.layout.tokens for batch in {id(b): b for b, _ in self.places.values()}.values())
-
     def offer(self, engine: Engine, run: Run) -> None:
         """Let a training run use what it can: whole chunks at its beginning, where the prompts are."""
         spans, end = self._spans(run.layout)
         tokens = max((chunk.stop for chunk in run.layout.chunks(run.chunk) if chunk.stop <= end), default=0)
         if tokens:
             run.reused = Reused(self, engine, run, spans, tokens)
+        elif self.required:
+            self.say("a step's first prompts are not those that the rollout has computed")
+
+    def say(self, reason: str) -> None:
+        """Log, once, why prompts are computed again."""
+        if reason not in self.said:
+            self.said.add(reason)
+            logger.warning("the rollout's prefill is not reused, prompts are computed again: %s", reason)
 
     def _spans(self, layout: Layout) -> tuple[list[Span], int]:
         """Where the first segments' tokens are, neighbours joined; and the end of them."""
@@ -173,7 +180,7 @@ class Reused:
             return True
         if self.prefill.required:
             raise ReuseError(f"the prefill can't be reused by this training step: {reason}")
-        _say_once(reason)
+        self.prefill.say(reason)
         return False
 
     def _obstacle(self, call: LayerCall, hidden: Tensor) -> str | None:
@@ -254,8 +261,3 @@ class PrefixedRow:
 def _key(layout: Layout, segment: int) -> bytes:
     start = layout.start[segment]
     return layout.input_ids[start : start + layout.length[segment]].numpy().tobytes()
-
-
-@functools.lru_cache(maxsize=64)
-def _say_once(reason: str) -> None:
-    logger.warning("the rollout's prefill is not reused, prompts are computed again: %s", reason)

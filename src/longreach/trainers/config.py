@@ -82,8 +82,9 @@ class GRPOConfig(trl.GRPOConfig):
         rollout_rows: completions that the engine decodes at a time; None: what its plan says.
         rollout_memory: "keep" the engine's keys, values and graphs between rollouts, or "release" them to the training step.
         reuse_prefill: the training step takes its prompts' forward from the rollout's prefill, which is exact while the weights
-            are the same: with `steps_per_generation` up to `gradient_accumulation_steps`, in the first iteration. None: where it
-            is exact and the plan has room for the prompts' layer inputs; True: or an error; False: prompts are computed again.
+            are the same: in the first iteration, with `gradient_accumulation_steps` a multiple of `steps_per_generation`. None:
+            where it is exact and the plan has room for the prompts' layer inputs; True: or an error; False: prompts are computed
+            again.
         rollout_correction: TRL's importance-sampling correction (its `vllm_importance_sampling_*` fields) with the engine's
             log-probs; costs one more forward per batch. The engine computes on the weights that train, so off by default.
 
@@ -200,10 +201,10 @@ def reuse_obstacle(config: GRPOConfig) -> str | None:
     generation, step = config.steps_per_generation or 1, config.gradient_accumulation_steps
     if config.rollout == "transformers" or config.use_vllm:
         return "the rollout engine does not draw the completions (rollout, use_vllm)"
-    if generation > step:
+    if step % generation:
         return (
-            f"the weights change while a generation is trained on: steps_per_generation={generation} is more than "
-            f"gradient_accumulation_steps={step}"
+            f"the weights change while a generation is trained on: gradient_accumulation_steps={step} is not a multiple of "
+            f"steps_per_generation={generation}"
         )
     if config.max_length is None:
         return "max_length=None leaves no plan of the memory that it takes"

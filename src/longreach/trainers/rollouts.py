@@ -53,6 +53,7 @@ class Rollouts(TreeLoss):
     )
     _prefill: Prefill | None = None
     _collecting: bool = False  # from the next rollout on
+    _said: set[str]  # why a step has not reused it
 
     def _choose_rollout(self, args: GRPOConfig) -> None:
         """Settle how completions are drawn; says why where it is not the engine.
@@ -130,17 +131,21 @@ class Rollouts(TreeLoss):
         Raises:
             ValueError: reuse_prefill=True where it can't be.
         """
+        self._said = set()
         if args.reuse_prefill is False:
             return
         reason, level = reuse_obstacle(args), logging.INFO
-        if reason is None and self._rollout != "engine":
-            reason = "completions are not drawn by the rollout engine"
+        if reason is None and (self._rollout != "engine" or self.rollout_func is not None):
+            by = "rollout_func" if self.rollout_func is not None else "Transformers' generate"
+            reason = f"completions are drawn by {by}, not by the rollout engine"
         if reason is None and plan is not None:
             reason, level = self._no_reuse(plan), logging.WARNING
         if reason is None:
+            first = f", in the first of num_iterations={args.num_iterations}" if args.num_iterations > 1 else ""
             logger.info(
-                "training steps take their prompts from the rollout's prefill, kept on the %s", self._reuse_place
-            )
+                "training steps take their prompts from the rollout's prefill, kept on the %s%s",
+                self._reuse_place, first,
+            )  # fmt: skip
             return
         if args.reuse_prefill:
             raise ValueError(f"reuse_prefill=True: {reason}; set it to None or False to compute prompts again")
@@ -175,7 +180,15 @@ class Rollouts(TreeLoss):
             on_host=self._reuse_place == "host",
             save_attention=self.plan.policy.save_attention,
             required=bool(self.args.reuse_prefill),
+            said=self._said,
         )
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """TRL's; however it ends, no prefill stays behind."""
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            self._prefill = None
 
     def _take_prefill(self) -> Prefill | None:
         """The prefill while the weights are those of the rollout; the last micro-batch before they change takes it away."""
