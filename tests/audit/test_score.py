@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from longreach import rewards
 from longreach.audit import TargetError, audit, load_corpus
 from longreach.cli import app
 from longreach.rewards.math import math_reward
@@ -165,11 +166,32 @@ def test_a_reward_for_none_of_the_kinds_is_told_why_and_what_may_help():
         audit(reward, part("roots", "sum-multiples"))
     text = str(caught.value)
     assert text.startswith("reward.py:exact_answer paid no honest solution of any task kind more than a wrong one")
-    assert "program tasks: error: TypeError" in text or "function tasks: error: TypeError" in text
-    assert "columns of such tasks: " in text and "--column REWARD=CORPUS" in text and "--kind maths" in text
+    assert "\n  function tasks: they have no column 'answer', which the reward needs\n" in text
+    assert "a reward for a bare answer has to take it out of them first" in text and "--kind maths" in text
     assert re.search(
         r"maths tasks: no honest completion of roots was paid more than a wrong one: at most 0 for one that ends", text
     )
+
+
+def test_a_column_that_no_task_has_is_named_with_those_there_are():
+    def reward(completions, ground_truth, **_):
+        return [0.0] * len(completions)
+
+    with pytest.raises(ValueError) as caught:
+        audit(reward, part("roots", "key-and-door", "sum-multiples"))
+    text = str(caught.value)
+    assert (
+        "maths, text tasks: they have no column 'ground_truth', which the reward needs; theirs: answer, solution"
+        in text
+    )
+    assert '--column ground_truth=answer, in Python columns={"ground_truth": "answer"}' in text
+
+
+@pytest.mark.parametrize("name", [n for n in rewards.__all__ if n.endswith("_reward")])
+def test_our_functions_that_make_rewards_are_told_apart_from_rewards(name):
+    for reward in (f"longreach.rewards:{name}", getattr(rewards, name)):
+        with pytest.raises(TargetError, match=r"can't be called as .* if it makes a reward, write reward = "):
+            audit(reward, part("roots"))
 
 
 def test_the_command_says_an_error_once(tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import platform
+import re
 import secrets
 import sys
 import time
@@ -103,6 +104,8 @@ def audit(
         groups,
         seed,
     )
+    if not isinstance(reward, str):
+        targets.check_call(reward, targets.label(reward))
     loaded = corpus if isinstance(corpus, Corpus) else load_corpus(corpus)
     start = time.monotonic()
     with Prober(reward, time_limit=time_limit, memory=memory) as prober:
@@ -153,18 +156,31 @@ def _calibrated_kind(prober: Prober, tasks: list[Task], settings: Settings) -> t
 
 def _nothing_paid(name: str, corpus: Corpus, reasons: list[str], settings: Settings) -> str:
     """What to say of a reward that is for none of the kinds asked for: why each was left out, and what may help."""
+    columns = {task.kind: list(task.columns) for task in corpus.tasks}
+    known = {column for some in columns.values() for column in some}
+    kinds: dict[str, list[str]] = {}  # of a reason
+    strangers: list[str] = []
+    for kind, _, reason in (text.partition(" tasks: ") for text in reasons):
+        found = re.search(r"TypeError: .* missing \d+ required .*arguments?: (.*)", reason)
+        lacking = [c for c in re.findall(r"'(\w+)'", found[1]) if c not in columns[kind]] if found else []
+        strange = [c for c in lacking if c not in known]
+        if lacking:
+            shown = f"; theirs: {', '.join(columns[kind])}" if strange else ""
+            reason = f"they have no column {' and '.join(map(repr, lacking))}, which the reward needs{shown}"
+        strangers += strange
+        kinds.setdefault(reason, []).append(kind)
     lines = [f"{name} paid no honest solution of any task kind more than a wrong one, so there is nothing to measure."]
-    for reason in reasons:
-        task = next((task for task in corpus.tasks if reason.startswith(f"{task.kind} tasks: ")), None)
-        missing = task is not None and "TypeError" in reason and "argument" in reason
+    lines += [f"  {', '.join(some)} tasks: {reason}" for reason, some in kinds.items()]
+    if strangers:
         lines.append(
-            f"  {reason}" + (f"; columns of such tasks: {', '.join(task.columns)}" if task and missing else "")
+            f"If a column of the corpus is what the reward calls {strangers[0]!r}: --column {strangers[0]}=answer, in Python "
+            f'columns={{"{strangers[0]}": "answer"}}'
         )
-    lines.append(
-        "What may help: completions here are whole solutions, with the answer in \\boxed{} or in <answer> tags and code in a "
-        "fence, so a reward for a bare answer sees none; if the reward's column has another name, --column REWARD=CORPUS, in "
-        'Python columns={"REWARD": "CORPUS"}'
-    )
+    else:
+        lines.append(
+            "Completions here are whole solutions, with the answer in \\boxed{} or in <answer> tags and code in a fence: a "
+            "reward for a bare answer has to take it out of them first, as longreach.audit.own:math_reward does"
+        )
     if settings.kinds is None:
         lines[-1] += '; for the card of a kind all the same, --kind maths, in Python kinds=["maths"]'
     return "\n".join(lines) + "."

@@ -19,6 +19,10 @@ from typing import Any
 from longreach.spelling import nearest
 
 RewardFunction = Callable[..., Any]
+FACTORY = (
+    "if it makes a reward, write reward = math_reward() into a file and name file.py:reward; made for the corpus's columns are "
+    "code_reward, math_reward and speed_reward in longreach.audit.own"
+)
 
 
 class TargetError(ValueError):
@@ -72,7 +76,22 @@ def resolve(name: str) -> RewardFunction:
         value = value()
     if not callable(value):
         raise TargetError(f"target: {name} is a {type(value).__name__}; it must be callable")
+    check_call(value, name)
     return value
+
+
+def check_call(reward: RewardFunction, name: str) -> None:
+    """Raise TargetError for a signature that takes no `prompts` and `completions` by name, as TRL gives them."""
+    try:
+        signature = inspect.signature(reward)
+    except ValueError:  # written in C without one
+        return
+    try:
+        signature.bind_partial(prompts=[], completions=[])
+    except TypeError as error:
+        raise TargetError(
+            f"target: {name} can't be called as f(prompts=..., completions=..., **columns): {error}; {FACTORY}"
+        ) from None
 
 
 def _from_file(path: Path) -> Any:

@@ -118,7 +118,8 @@ def _check_signature(reward: Reward, name: str, arguments: Mapping[str, Any]) ->
     except TypeError as error:
         raise ConfigError(
             f"reward={name!r}: can't be called as the trainer does ({error}); write "
-            "def reward(prompts, completions, **columns), where columns holds the other columns of the data"
+            "def reward(prompts, completions, **columns), where columns holds the other columns of the data; if it makes a "
+            "reward, write reward = math_reward() into a file and name file.py:reward"
         ) from None
 
 
