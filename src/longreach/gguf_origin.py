@@ -29,14 +29,17 @@ class GGUFOrigin:
     """An opened GGUF file.
 
     Raises:
-        ValueError: an architecture that can't be read.
+        ValueError: an architecture that can't be read, or a file that is cut off.
     """
 
     def __init__(self, file: Path) -> None:
         import gguf
 
         self.file = file
-        self._reader = gguf.GGUFReader(file)
+        try:
+            self._reader = gguf.GGUFReader(file)
+        except (ValueError, IndexError, KeyError) as error:
+            raise ValueError(f"{str(file)!r} is no GGUF file, or not a whole one: {error}") from error
         self._tensors = {t.name: t for t in self._reader.tensors}
         self.architecture = str(self._value("general.architecture"))
         if self.architecture not in MODEL_TYPES:

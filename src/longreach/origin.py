@@ -99,7 +99,10 @@ def origin_of(name_or_path: str | Path) -> Origin:
         return _gguf(path)
     check_holds_model(place, name_or_path)
     if (path / ADAPTER_CONFIG).is_file():
-        base = json.loads((path / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
+        try:
+            base = json.loads((path / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
+        except (ValueError, AttributeError) as error:
+            raise ValueError(f"{path / ADAPTER_CONFIG}: no JSON object: {error}") from error
         if not base:
             raise ValueError(
                 f"{path / ADAPTER_CONFIG}: base_model_name_or_path is missing; write the base model's name there"

@@ -194,6 +194,13 @@ def test_our_functions_that_make_rewards_are_told_apart_from_rewards(name):
             audit(reward, part("roots"))
 
 
+def test_a_card_that_cannot_be_written_is_said_before_the_audit(tmp_path, monkeypatch):
+    monkeypatch.setattr("longreach.audit.audit", lambda *_, **__: pytest.fail("audited all the same"))
+    for option, file in (("--json", tmp_path / "gone" / "card.json"), ("--html", tmp_path)):
+        done = CliRunner().invoke(app, ["audit", f"{NAIVE / 'code.py'}:reward", option, str(file)])
+        assert done.exit_code == 2 and f"{option} '{file}': name a file in a folder that exists" in done.stderr
+
+
 def test_the_command_says_an_error_once(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("import nothing_like_it\ndef reward(completions, **columns): pass\n")

@@ -81,7 +81,9 @@ def test_flat_fields_and_the_training_section_add_up() -> None:
         ),
         ({"reward_funcs": "x.py:f"}, r"reward_funcs and reward are both given"),
         ({"lora": False, "lora_r": 4}, r"lora_r and lora=None are both given"),
-        ({"model": 7}, r"model=7"),
+        ({"model": 7}, r"model=7: must be a folder, a Hub id or zoo, or a mapping with name_or_path"),
+        ({"reward": 7}, r"reward=7: must be path/to/file\.py:function, or a list"),
+        ({"lora": "eight"}, r"lora='eight': must be a rank, true or false"),
         ({"model": ""}, r"model\.name_or_path=''"),
     ],
 )
@@ -101,6 +103,8 @@ def test_missing_sections_are_named_with_an_example(key: str) -> None:
     [
         ("a: 1\na: 2\n", "line 2: 'a' is given twice"),
         ("a: [1\n", r"line 2, column 1: not YAML"),
+        ("? [a]\n: 1\n", r"line 1: a key must be a name, not \['a'\]"),
+        ("seed: 2020-99-99\n", "not YAML: month must be in"),
         ("- 1\n", "holds list, not a mapping"),
         ("", "holds NoneType, not a mapping"),
         ("method: grpo\nlora:\n  r: 8\n  r: 9\n", "line 4: 'r' is given twice"),

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import longreach
+from longreach.exporting.errors import ExportError
 from longreach.gguf_origin import MODEL_TYPES
 from longreach.origin import origin_of
 from tests.exporting.models import CONFIGS, adapted, tokenizer_for
@@ -65,6 +66,7 @@ def test_an_adapter_on_a_gguf_file_goes_round(base, tmp_path: Path) -> None:
         (lambda p: str(p / "none.gguf"), "no such file"),
         (lambda p: [(p / n).write_bytes(b"") for n in ("a.gguf", "b.gguf")] and str(p), "holds 2 GGUF files; name one"),
         (lambda p: (p / "adapter_config.json").write_text("{}") and str(p), "base_model_name_or_path is missing"),
+        (lambda p: (p / "adapter_config.json").write_text("{") and str(p), "adapter_config.json: no JSON object"),
     ],
 )
 def test_wrong_origins_are_named(make, message: str, tmp_path: Path) -> None:
@@ -103,3 +105,13 @@ def test_trainers_take_them(kind: str, base, tmp_path: Path) -> None:
     if kind == "adapter":
         with pytest.raises(ValueError, match="is an adapter already; leave peft_config out"):
             longreach.SFTTrainer(str(start.path), args=args, train_dataset=rows, peft_config=LoraConfig(r=2))
+
+
+def test_models_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    (tmp_path / "short.gguf").write_bytes(b"GGUF")
+    (tmp_path / "config.json").write_text('{"model_type": "nonsense"}')
+    for name, message in (("short.gguf", "no GGUF file, or not a whole one"), ("", "`nonsense`")):
+        with pytest.raises(ValueError, match=message):
+            longreach.load(str(tmp_path / name))
+        with pytest.raises(ExportError, match=message):
+            longreach.export(str(tmp_path / name), None, tmp_path / "out")

@@ -72,6 +72,12 @@ def test_what_is_not_a_log_is_refused(tmp_path: Path, lines: str, message: str) 
         read_log(tmp_path)
 
 
+def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "log.jsonl").write_bytes(b"\xff\xfe")
+    with pytest.raises(LogError, match=r"log\.jsonl: not the log of a run: 'utf-8'"):
+        read_log(tmp_path)
+
+
 def test_a_missing_run_names_those_that_are_there(tmp_path: Path) -> None:
     (tmp_path / "demo-1").mkdir()
     write(tmp_path / "demo-1", HEADER)

@@ -61,6 +61,7 @@ def test_a_configuration_may_have_arguments_of_its_own(tmp_path):
         (dict(rollout_correction="yes"), "rollout_correction='yes' .* True or False"),
         (dict(on_overlong="cut"), "on_overlong='cut' .* 'error', 'drop', 'truncate_left'"),
         (dict(max_length=8), "max_length=8 leaves no room .* max_completion_length=10"),
+        (dict(max_completion_length=None), "max_completion_length=None is not a number"),
         (dict(max_length=-1), "max_length=-1 is out of range"),
         (dict(use_liger_kernel=True), "use_liger_kernel=True .* set it to False"),
         (

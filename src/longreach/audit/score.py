@@ -156,7 +156,7 @@ def _calibrated_kind(prober: Prober, tasks: list[Task], settings: Settings) -> t
 
 def _nothing_paid(name: str, corpus: Corpus, reasons: list[str], settings: Settings) -> str:
     """What to say of a reward that is for none of the kinds asked for: why each was left out, and what may help."""
-    columns = {task.kind: list(task.columns) for task in corpus.tasks}
+    columns: dict[str, list[str]] = {task.kind: list(task.columns) for task in corpus.tasks}
     known = {column for some in columns.values() for column in some}
     kinds: dict[str, list[str]] = {}  # of a reason
     strangers: list[str] = []

@@ -29,6 +29,9 @@ def audit(
     from longreach.cli.terminal import fail
 
     try:
+        for option, file in (("--json", json), ("--html", html)):  # before the audit, which takes minutes
+            if file is not None and (file.is_dir() or not file.parent.is_dir()):
+                raise ValueError(f"{option} {str(file)!r}: name a file in a folder that exists")
         columns = dict(_pair(item) for item in column or ())
         chosen = audits.load_corpus(corpus) if private_seed is None else audits.private_split(private_seed, corpus)
         card = audits.audit(reward, chosen, kinds=kind, columns=columns, style=style, time_limit=time_limit)

@@ -39,6 +39,16 @@ ALIASES: dict[str, tuple[str, str | None]] = {
 }
 
 
+# What a section may be, where it is of another kind.
+FORMS = {
+    "model": "a folder, a Hub id or zoo, or a mapping with name_or_path",
+    "data": "a file, a folder, a Hub id or zoo:TASK, or a mapping with train",
+    "reward": "path/to/file.py:function, or a list of such",
+    "lora": "a rank, true or false, or a mapping of PEFT's fields",
+    "monitor": "a mapping of shadow, shadow_share, canary, pause",
+}
+
+
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -99,6 +109,8 @@ class _Loader(yaml.SafeLoader):
         seen: set[Any] = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, str | int | float | bool | None):
+                raise ConfigError(f"line {key_node.start_mark.line + 1}: a key must be a name, not {key!r}")
             if key in seen:
                 raise ConfigError(f"line {key_node.start_mark.line + 1}: {key!r} is given twice")
             seen.add(key)
@@ -116,7 +128,9 @@ def read_file(path: Path) -> dict[str, Any]:
         mark = error.problem_mark
         where = f" line {mark.line + 1}, column {mark.column + 1}:" if mark else ""
         raise ConfigError(f"config {str(path)!r}:{where} not YAML: {error.problem}") from None
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
+    except ConfigError:
+        raise
+    except (ValueError, yaml.YAMLError) as error:  # bytes that are no text, a date that is none
         raise ConfigError(f"config {str(path)!r}: not YAML: {error}") from None
     if not isinstance(value, dict) or not value:
         raise ConfigError(f"config {str(path)!r}: holds {type(value).__name__}, not a mapping of settings")
@@ -228,4 +242,6 @@ def _explain(item: Any) -> str:
     if item["type"] == "missing":
         example = {"model": "model: Qwen/Qwen3-4B", "data": "data: train.jsonl"}.get(name, f"a value for {name}")
         return f"{name} is missing; write {example}"
+    if name in FORMS:
+        return f"{name}={item['input']!r}: must be {FORMS[name]}"
     return f"{name}={item['input']!r}: {item['msg'][:1].lower()}{item['msg'][1:]}"

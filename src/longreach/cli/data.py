@@ -45,6 +45,7 @@ def _load(source: str, field: str, section: DataSection, split: str, base: Path,
         return _zoo(source, field, section, held_out)
     path = Path(source) if Path(source).is_absolute() else base / source
     if path.is_file():
+        _check_split(split, field, source)
         return _file(path, field, source)
     if path.is_dir():
         return _folder(path, field, source, split)
@@ -96,6 +97,7 @@ def _folder(path: Path, field: str, source: str, split: str) -> Dataset:
             saved = saved[split]
         assert isinstance(saved, Dataset)
         return saved
+    _check_split(split, field, source)
     found = {suffix: sorted(path.rglob(f"*{suffix}")) for suffix in READERS}
     kinds = [suffix for suffix, files in found.items() if files]
     if not kinds:
@@ -109,6 +111,14 @@ def _folder(path: Path, field: str, source: str, split: str) -> Dataset:
         for file in files:
             _check_lines(file, field, f"{source}/{file.relative_to(path)}")
     return _read(READERS[kinds[0]], files, field, source)
+
+
+def _check_split(split: str, field: str, source: str) -> None:
+    """Files are one split: of another name, held-out rows would be those of training."""
+    if split != "train":
+        raise ConfigError(
+            f"{field}: {source!r} has no split {split!r}: files are one split; name held-out files in data.eval"
+        )
 
 
 def _hub(source: str, field: str, section: DataSection, split: str) -> Dataset:

@@ -94,7 +94,7 @@ def build(config_class: type, values: Mapping[str, Any], section: str = "") -> A
         return config_class(**checked(config_class, values, section))
     except ConfigError:
         raise
-    except (ValueError, TypeError, NotImplementedError) as error:
+    except (ValueError, TypeError, NotImplementedError, ImportError, OSError) as error:
         raise ConfigError(f"{section.rstrip('.') or config_class.__name__}: {error}") from error
 
 

@@ -82,6 +82,7 @@ def prepare(path: Path, *, resume: bool = False, overwrite: bool = False) -> Job
     lora = _lora(file.lora)
     train, held_out = load_data(file.data, file.method, path.parent)
     arguments = _arguments(_config_class(file.method), file, path, held_out=held_out is not None, resume=resume)
+    _check_output(arguments.output_dir)
     shadow = load_reward(file.monitor.shadow, path.parent) if file.monitor.shadow is not None else None
     if rewards:
         graders = rewards if shadow is None else [*rewards, shadow]
@@ -107,6 +108,16 @@ def _config_class(method: str) -> type:
     from longreach.trainers.config import GRPOConfig, SFTConfig
 
     return {"grpo": GRPOConfig, "sft": SFTConfig}[method]
+
+
+def _check_output(output_dir: str) -> None:
+    from longreach.cli.terminal import ConfigError
+
+    if not output_dir:
+        raise ConfigError("output_dir='': name the folder to write to, such as runs/first")
+    there = next(place for place in (Path(output_dir), *Path(output_dir).absolute().parents) if place.exists())
+    if not there.is_dir():
+        raise ConfigError(f"output_dir={output_dir!r}: {there} is a file; name a folder")
 
 
 def _check_canary(column: str | None, train: Dataset) -> None:

@@ -81,7 +81,10 @@ def _in_four_bits(base: Path, trained_on: str | None) -> bool:
 
 
 def _loaded(place: Path, tokenizer: Any, weights: str | None) -> Source:
-    model, found = load(str(place), weights=weights, device="cpu", parity_check=False)
+    try:
+        model, found = load(str(place), weights=weights, device="cpu", parity_check=False)
+    except ValueError as error:
+        raise ExportError(str(error)) from error
     return live_source(model, tokenizer or found)
 
 
@@ -89,7 +92,10 @@ def _structure(base: Path, origin: Any, tokenizer: Any, facts: dict[str, Any]) -
     """The model's modules without weights, and readers of what is on disk."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(base)
+    try:
+        config = AutoConfig.from_pretrained(base)
+    except ValueError as error:  # an architecture that this Transformers does not know
+        raise ExportError(str(error)) from error
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config)
     adapters: dict[str, dict[str, Tensor]] = {}

@@ -70,7 +70,10 @@ def read_log(run: str | Path) -> RunLog:
     Raises ``LogError`` naming the line for anything else that is not a record of this format.
     """
     path = find_log(run)
-    lines = path.read_text(encoding="utf-8").splitlines()
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise LogError(f"{path}: not the log of a run: {error}") from None
     starts: list[Record] = []
     steps: dict[int, Record] = {}
     evals: dict[int, Record] = {}

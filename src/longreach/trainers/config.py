@@ -16,6 +16,7 @@ from transformers.training_args import OptimizerNames
 
 from ..context.offload import POLICIES
 from ..context.release import STATES
+from ..rollout import SamplingParams
 from ..spelling import check_names
 from .versions import require_supported_trl
 
@@ -29,6 +30,8 @@ ROLLOUT = ("auto", "engine", "transformers")
 ROLLOUT_MEMORY = ("keep", "release")
 PROMPT_OVERLONG = ("error", "drop", "truncate_left")
 SEQUENCE_OVERLONG = ("truncate", "drop", "error")
+COUNTS = ("per_device_train_batch_size", "gradient_accumulation_steps")
+GRPO_COUNTS = (*COUNTS, "num_generations", "num_iterations", "steps_per_generation", "generation_batch_size")
 
 
 def _engine_field(default: Any, help: str) -> Any:
@@ -119,9 +122,11 @@ class GRPOConfig(trl.GRPOConfig):
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
+        _check_counts(self, GRPO_COUNTS)
         choose_fp16(self)
         super().__post_init__()
         check_engine_fields(self)
+        _check_sampling(self)
         _check_choice("on_overlong", self.on_overlong, PROMPT_OVERLONG)
         _check_choice("rollout", self.rollout, ROLLOUT)
         _check_choice("rollout_memory", self.rollout_memory, ROLLOUT_MEMORY)
@@ -181,6 +186,7 @@ class SFTConfig(trl.SFTConfig):
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
+        _check_counts(self, COUNTS)
         choose_fp16(self)
         super().__post_init__()
         check_engine_fields(self)
@@ -317,6 +323,29 @@ def micro_batch_factor(config: GRPOConfig) -> int:
                 f"gradient_accumulation_steps you want, or change {name}"
             )
     return factor
+
+
+def _check_counts(config: GRPOConfig | SFTConfig, names: tuple[str, ...]) -> None:
+    """Before TRL divides by them. Raises ValueError."""
+    for name in names:
+        if getattr(config, name) is not None:
+            _positive(name, getattr(config, name))
+
+
+def _check_sampling(config: GRPOConfig) -> None:
+    """What a rollout can't draw with, before it begins. Raises ValueError."""
+    if not config.temperature > 0:
+        raise ValueError(
+            f"temperature={config.temperature!r} is out of range: it divides the logits, so use a number greater than 0"
+        )
+    if not config.use_vllm:  # which has ranges of its own
+        _positive("max_completion_length", config.max_completion_length)
+        SamplingParams(
+            top_k=config.top_k or 0,
+            top_p=config.top_p,
+            min_p=config.min_p or 0.0,
+            repetition_penalty=config.repetition_penalty,
+        )
 
 
 def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
