@@ -140,6 +140,23 @@ def test_streaming_with_trained_embeddings(name):
         assert worst(plain[1], grads[1])[0] == 0.0, offload
 
 
+@pytest.mark.parametrize("offload", ["rows", "keys"])
+def test_a_hook_on_the_embedding_sees_whole_rows_once(offload):
+    """One that adds noise would add other noise to a row that is computed again."""
+    tree, _ = TREES["packing"]()
+
+    def run(offload):
+        model = build("qwen3", F32, lora=True)
+        draw = torch.Generator().manual_seed(1)
+        model.get_input_embeddings().register_forward_hook(
+            lambda m, x, out: out + torch.rand(out.shape, generator=draw)
+        )
+        return grads_of(model, tree, chunk=7, offload=offload, save_attention=False)
+
+    plain, streamed = run("none"), run(offload)
+    assert streamed[0] == plain[0] and worst(plain[1], streamed[1])[0] == 0.0
+
+
 def test_streamed_keys_leave_no_trace_of_the_layer_before():
     """Sums of another layer lie in the same host memory; a window touches a part of them only."""
     tree = TokenTree.from_sequences([ids(60, 1)])

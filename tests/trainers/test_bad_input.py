@@ -63,6 +63,7 @@ def test_a_configuration_may_have_arguments_of_its_own(tmp_path):
         (dict(max_length=8), "max_length=8 leaves no room .* max_completion_length=10"),
         (dict(max_completion_length=None), "max_completion_length=None is not a number"),
         (dict(max_length=-1), "max_length=-1 is out of range"),
+        (dict(neftune_noise_alpha=5.0), "neftune_noise_alpha=5.0: .* leave it None"),
         (dict(use_liger_kernel=True), "use_liger_kernel=True .* set it to False"),
         (
             dict(per_device_train_batch_size=2, steps_per_generation=4, gradient_accumulation_steps=1),
@@ -143,6 +144,11 @@ def test_prompts_longer_than_allowed(tmp_path, caplog):
     assert len(dropped.train_dataset) == 26
     with pytest.raises(ValueError, match="none is left"):
         make(tmp_path, max_length=12, on_overlong="drop")
+    some = [*tiny.prompts(4)["prompt"], ""]
+    with pytest.raises(
+        ValueError, match="1 of the 5 prompts of train_dataset are empty, the first in row 4; a prompt needs"
+    ):
+        make(tmp_path, max_length=40, train_dataset=Dataset.from_dict({"prompt": some}))
     cut = make(tmp_path, max_length=22, on_overlong="truncate_left", max_steps=6)
     assert "their first tokens are cut" in caplog.text
     long = cut.train_dataset["prompt"][9]

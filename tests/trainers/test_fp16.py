@@ -70,6 +70,13 @@ def test_losses_of_fp32(lora, tmp_path, fp16):
         assert b == pytest.approx(a, rel=3e-3) and a != b
 
 
+def test_fp16_on_a_cpu_has_no_scaler_and_nothing_to_count(tmp_path):
+    made = sft(tmp_path, fp16=True, max_steps=2)
+    made.train()
+    assert made.accelerator.scaler is None
+    assert [h["overflow_steps"] for h in tiny.history(made)] == [0, 0]
+
+
 def test_grpo_follows_fp32(tmp_path, fp16):
     """Old and new log-probs, the KL term and generation, on a model that is stored in fp16."""
     settings = dict(peft=tiny.lora(), beta=0.1, optim="adamw_torch", learning_rate=1e-3)

@@ -44,6 +44,11 @@ def test_frozen_weights_under_an_adapter_stay_as_stored(folder, tmp_path):
     assert {p.dtype for p in made.model.parameters() if p.requires_grad} == {torch.float32}
 
 
+def test_without_half_precision_frozen_weights_are_float32_as_in_trl(folder, tmp_path):
+    made, _ = grpo(folder, tmp_path, peft=tiny.lora(), bf16=False)
+    assert {p.dtype for p in made.model.parameters()} == {torch.float32}
+
+
 def test_dtype_and_engine_fields_are_what_was_asked_for(folder, tmp_path):
     made, config = grpo(
         folder, tmp_path, model_init_kwargs={"dtype": "bfloat16"}, chunk=5, save_attention="true", max_length=64

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 import longreach.trainers as ours
+from longreach.quant import NF4
+from longreach.quant.linear import FourBitLinear
 
 from . import tiny
 
@@ -62,6 +64,31 @@ def test_resumed_run_equals_an_uninterrupted_one(settings, tmp_path):
             assert x[name] == y[name], name
     for name, p in tiny.trained(whole).items():
         assert torch.equal(p, tiny.trained(resumed)[name]), name
+
+
+@pytest.mark.parametrize("best", [False, True], ids=["resumed", "best model"])
+def test_adapters_of_4_bit_weights_stay_in_bfloat16(best, tmp_path):
+    def four_bit(**args):
+        policy = tiny.model()
+        for name, module in list(policy.model.layers.named_modules()):
+            if type(module) is torch.nn.Linear:
+                policy.model.layers.set_submodule(name, FourBitLinear.of(module, NF4()))
+        settings = dict(peft=tiny.lora(), policy=policy.bfloat16(), bf16=True, save_strategy="steps", save_steps=2)
+        return run(tmp_path, **(settings | args))
+
+    if best:
+        how = dict(
+            eval_strategy="steps", eval_steps=2, load_best_model_at_end=True, metric_for_best_model="eval_reward"
+        )
+        made = four_bit(name="whole", steps=4, evaluation=tiny.prompts(8), **how)
+        assert made.state.best_model_checkpoint is not None
+        assert {p.dtype for p in tiny.trained(made).values()} == {torch.bfloat16}
+        return
+    whole = four_bit(name="whole", steps=4)
+    four_bit(name="parts", callbacks=[StopAt(2)], steps=4)
+    resumed = four_bit(name="parts", resume=True, steps=4)
+    for name, p in tiny.trained(whole).items():
+        assert p.dtype == torch.bfloat16 and torch.equal(p, tiny.trained(resumed)[name]), name
 
 
 def test_interrupt_saves_a_checkpoint_to_go_on_from(tmp_path):

@@ -57,6 +57,33 @@ def test_lora(kind, tmp_path):
     tiny.assert_same_run(stock, own, NAMES)
 
 
+@pytest.mark.parametrize("peft", [None, tiny.lora()], ids=["full", "lora"])
+@pytest.mark.parametrize("kind", ["padded, completion only", "packing"])
+def test_noise_of_neftune_is_as_strong_as_in_trl(kind, peft, tmp_path):
+    def strongest(own):
+        made = sft(own, tmp_path, peft=peft, train=False, neftune_noise_alpha=5.0, **KINDS[kind])
+        found = []
+
+        def noise(embedding, given, out):
+            found.append((out - embedding.weight[given[0]]).abs().max().item())
+
+        # runs after the hook that adds the noise, which is registered when training begins
+        made.add_callback(Once(lambda: made.model.get_input_embeddings().register_forward_hook(noise)))
+        made.train()
+        return found
+
+    stock, own = strongest(False), strongest(True)
+    assert own == pytest.approx(stock, rel=0.02)  # of hundreds of numbers drawn uniformly
+
+
+class Once(tiny.T.TrainerCallback):
+    def __init__(self, call):
+        self.call = call
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.call()
+
+
 def test_router_loss(tmp_path):
     def run(own):
         return sft(own, tmp_path, policy=tiny.model("qwen3_moe", router_aux_loss_coef=0.1, output_router_logits=True))

@@ -108,7 +108,7 @@ def unshuffled():
 
 def grpo(
     own: bool, tmp: Any, *, policy: Any = None, rewards: Any = reward, peft: Any = None, train: Any = None,
-    tok: Any = None, trainer: Any = None, callbacks: Any = None, data: Any = None, **args: Any,
+    tok: Any = None, trainer: Any = None, callbacks: Any = None, data: Any = None, evaluation: Any = None, **args: Any,
 ) -> Any:  # fmt: skip
     """A GRPO trainer after training."""
     settings: dict[str, Any] = RUN | dict(
@@ -121,7 +121,7 @@ def grpo(
     made = (trainer or (OurGRPO if own else StockGRPO))(
         model=model() if policy is None else policy, reward_funcs=rewards, args=config,
         train_dataset=prompts() if data is None else data, processing_class=tok or tokenizer(), peft_config=peft,
-        callbacks=callbacks,
+        callbacks=callbacks, eval_dataset=evaluation,
     )  # fmt: skip
     if train is not False:
         with contextlib.nullcontext() if own else unshuffled():

@@ -22,6 +22,7 @@ from transformers import AttentionInterface
 from ..attention import AttentionSpec, attention
 from .auto import Loaded, automatic, explained, processes_here
 from .autograd import run_layer
+from .fused import unhooked
 from .kv import CHUNK_KWARG, ChunkContext
 from .layer import LayerCall, Run, lowest_trained
 from .offload import POLICIES, EmbeddingRow, HostPool
@@ -235,7 +236,8 @@ class Engine:
 
     def _embeds_plainly(self, embedding: nn.Module) -> bool:
         """Whether the first layer's input is the frozen embedding's output and nothing else."""
-        return self.config.model_type in PLAIN_EMBEDDING and not any(p.requires_grad for p in embedding.parameters())
+        trained = any(p.requires_grad for p in embedding.parameters())
+        return self.config.model_type in PLAIN_EMBEDDING and not trained and unhooked(embedding)
 
     def _switch_on(self, run: Run) -> None:
         self.run = run

@@ -6,12 +6,13 @@ import logging
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from trl.trainer.utils import RepeatSampler
 
 logger = logging.getLogger(__name__)
@@ -70,6 +71,30 @@ def load_run_state(checkpoint: str, process: int) -> dict[str, Any] | None:
         raise ValueError(
             f"checkpoint {checkpoint}: {file.name} cannot be read ({kind}); resume from another"
         ) from error
+
+
+class Resuming(Trainer):
+    """Part of a trainer: what is loaded from a checkpoint keeps the dtype that it trains in."""
+
+    model: Any
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        with _dtypes_kept(self.model if model is None else model):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        with _dtypes_kept(self.model):
+            super()._load_best_model()
+
+
+@contextmanager
+def _dtypes_kept(model: Any) -> Iterator[None]:
+    """PEFT makes 16-bit adapters that it loads float32; on 4-bit weights they train in bfloat16."""
+    dtypes = {name: p.dtype for name, p in model.named_parameters() if p.requires_grad}
+    yield
+    for name, p in model.named_parameters():
+        if name in dtypes and p.dtype != dtypes[name]:
+            p.data = p.data.to(dtypes[name])
 
 
 class InterruptCallback(TrainerCallback):

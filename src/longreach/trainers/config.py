@@ -136,6 +136,11 @@ class GRPOConfig(trl.GRPOConfig):
             raise ValueError(f"reuse_prefill={self.reuse_prefill!r} is not known; use None, True or False")
         if self.reuse_prefill and (reason := reuse_obstacle(self)) is not None:
             raise ValueError(f"reuse_prefill=True: {reason}")
+        if self.neftune_noise_alpha is not None:
+            raise ValueError(
+                f"neftune_noise_alpha={self.neftune_noise_alpha}: TRL draws noise for each row, and the rows of a group share "
+                "one computation of their prompt; leave it None (SFTConfig takes it)"
+            )
         if self.rollout_rows is not None:
             self.rollout_rows = _positive("rollout_rows", self.rollout_rows, also="None")
         if self.max_length is not None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from trl.trainer.utils import split_tensor_dict
 
 from ..model_name import model_place
-from .checkpoint import ResumableRepeatSampler, load_run_state, save_run_state
+from .checkpoint import ResumableRepeatSampler, Resuming, load_run_state, save_run_state
 from .config import GRPOConfig, micro_batch_factor
 from .loading import (
     check_architecture,
@@ -38,7 +38,7 @@ from .stepping import Stepping
 logger = logging.getLogger(__name__)
 
 
-class GRPOTrainer(Planned, Stepping, Rollouts):
+class GRPOTrainer(Planned, Stepping, Resuming, Rollouts):
     """`trl.GRPOTrainer` for long prompts: same arguments, same numbers, memory that hardly grows with the context.
 
     * The prompt of a group is computed once for all its completions, in chunks, with the exact gradient.
@@ -54,8 +54,8 @@ class GRPOTrainer(Planned, Stepping, Rollouts):
     rollout's prefill); with fp16 `overflow_steps` (number so far).
 
     Raises:
-        ValueError: bad data, before any long work: an empty dataset, no `prompt` column, a prompt longer than
-            `max_length - max_completion_length` (:class:`OverlongPromptError`), an architecture that cannot be run
+        ValueError: bad data, before any long work: an empty dataset, no `prompt` column, with `max_length` an empty prompt or one
+            longer than `max_length - max_completion_length` (:class:`OverlongPromptError`), an architecture that cannot be run
             exactly (`UnsupportedModelError`), a failed comparison with stock attention (`ParityError`), a largest step that
             does not fit the machine (`PlanError`).
         RewardError: while training, for rewards that are not one number or None per completion.

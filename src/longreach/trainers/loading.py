@@ -85,7 +85,8 @@ def load_model(name: str, args: GRPOConfig | SFTConfig, *, peft_config: Any = No
     """Load a model by name on this process's device, in the dtype of `model_init_kwargs`.
 
     Without one, weights that train are float32, as in TRL (smaller types would round small updates away), and frozen
-    weights under an adapter stay in the type they are stored in; with `fp16` what is stored in 16 bits becomes float16.
+    weights under an adapter stay in the type they are stored in, where TRL makes them float32, unless neither `bf16` nor
+    `fp16` is asked for; with `fp16` what is stored in 16 bits becomes float16.
 
     Raises:
         PlanError: its largest step cannot fit this machine, and `on_misfit` is "error".
@@ -95,7 +96,8 @@ def load_model(name: str, args: GRPOConfig | SFTConfig, *, peft_config: Any = No
     if origin.adapter is not None and peft_config is not None:
         raise ValueError(f"model={name!r} is an adapter already; leave peft_config out to go on training it")
     adapted = peft_config is not None or origin.adapter is not None
-    dtype = _dtype_name(args.model_init_kwargs or {}) or ("auto" if adapted else "float32")
+    half = args.bf16 or args.fp16
+    dtype = _dtype_name(args.model_init_kwargs or {}) or ("auto" if adapted and half else "float32")
     kwargs: dict[str, Any] = {"dtype": torch.float16} if dtype == "auto" and args.fp16 else {"weights": WEIGHTS[dtype]}
     if origin.adapter is None:
         config = origin.config()

@@ -119,7 +119,7 @@ class PromptBound:
 
         Raises:
             OverlongPromptError: for the first over-long prompt, with how many there are, if the policy is "error".
-            ValueError: if no row is left.
+            ValueError: for an empty prompt, or if no row is left.
         """
         if isinstance(dataset, Mapping):
             return {k: self.apply(part, f"{name}[{k!r}]", tokenize) for k, part in dataset.items()}
@@ -133,6 +133,12 @@ class PromptBound:
         prompts = dataset.select_columns(["prompt"])
         for start in range(0, len(dataset), BATCH):
             lengths += [len(ids) for ids in tokenize(prompts[start : start + BATCH]["prompt"])]
+        empty = [i for i, length in enumerate(lengths) if length == 0]
+        if empty:
+            raise ValueError(
+                f"{len(empty)} of the {len(lengths)} prompts of {name} are empty, the first in row {empty[0]}; a prompt needs "
+                "one token"
+            )
         over = [i for i, length in enumerate(lengths) if length > self.limit]
         if not over:
             return dataset

@@ -11,6 +11,7 @@ import trl
 from datasets import IterableDataset
 
 from ..model_name import model_place
+from .checkpoint import Resuming
 from .config import SFTConfig
 from .loading import (
     check_architecture,
@@ -36,7 +37,7 @@ class OverlongSequenceError(ValueError):
     """A training sequence is longer than `max_length`."""
 
 
-class SFTTrainer(Planned, Stepping, trl.SFTTrainer):
+class SFTTrainer(Planned, Stepping, Resuming, trl.SFTTrainer):
     """`trl.SFTTrainer` for long sequences: same arguments, same numbers, memory that hardly grows with the context.
 
     Padded, packed and padding-free batches, completion-only and assistant-only losses, and every `loss_type` are TRL's;
@@ -51,6 +52,8 @@ class SFTTrainer(Planned, Stepping, trl.SFTTrainer):
     """
 
     args: Any
+    accelerator: Any
+    neftune_noise_alpha: float | None
 
     def __init__(
         self,
@@ -87,6 +90,19 @@ class SFTTrainer(Planned, Stepping, trl.SFTTrainer):
         settle_adapters(self.model, mine)
         enable_engine(self.model, mine, self._make_plan(self.model))
         self._prepare_stepping()
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        self._scale_noise(inputs)
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+    def _scale_noise(self, inputs: dict[str, Any]) -> None:
+        """NEFTune's noise falls with the length of the rows; here the embedding sees them packed into one."""
+        embedding = self.accelerator.unwrap_model(self.model).get_input_embeddings()
+        if self.neftune_noise_alpha is None or not hasattr(embedding, "neftune_noise_alpha"):
+            return
+        ids_BS, mask_BS = inputs["input_ids"], inputs.get("attention_mask")
+        packed = ids_BS.numel() if mask_BS is None else int(mask_BS.sum())
+        embedding.neftune_noise_alpha = self.neftune_noise_alpha * (packed / ids_BS.shape[1]) ** 0.5
 
     def _prepare_dataset(
         self,

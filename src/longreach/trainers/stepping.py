@@ -22,7 +22,7 @@ class Fp16OverflowError(ArithmeticError):
 
 
 class OverflowCallback(TrainerCallback):
-    """Counts the steps that the loss scaler skipped because a gradient was infinite or NaN.
+    """Counts the steps that the loss scaler skipped because a gradient was infinite or NaN. On a CPU there is no scaler.
 
     Attributes:
         skipped: such steps since the run began, as far as the log of a resumed run tells.
@@ -47,7 +47,8 @@ class OverflowCallback(TrainerCallback):
         optimizer: Any = None,
         **kwargs: Any,
     ) -> None:
-        self._scale = optimizer.scaler.get_scale()
+        if optimizer.scaler is not None:
+            self._scale = optimizer.scaler.get_scale()
 
     def on_step_end(
         self,
@@ -57,6 +58,8 @@ class OverflowCallback(TrainerCallback):
         optimizer: Any = None,
         **kwargs: Any,
     ) -> None:
+        if optimizer.scaler is None:
+            return
         # Accelerate does not notice it where an optimizer skips by itself (PyTorch's fused ones), but then the scale has fallen.
         scale = optimizer.scaler.get_scale()
         if not optimizer.step_was_skipped and scale >= self._scale:
