@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..kernels import apply_sink, merge_blocks
+from ..kernels import apply_sink, merge_blocks, wide_dtype
 from .select import Backend, select
 
 Ranges = tuple[tuple[int, int], ...]  # of packed tokens, [start, stop) each
@@ -106,11 +106,6 @@ class KeyValues:
         if held is None or held.shape != shape or held.dtype != dtype or held.device != device:
             held = self._held[name] = torch.empty(shape, dtype=dtype, device=device)
         return held
-
-
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype sums are kept in: fp64 for fp64, else fp32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 @dataclass(frozen=True)

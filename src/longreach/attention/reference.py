@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..kernels import wide_dtype
+
 ROWS = 512  # query rows whose scores live at once; bounds memory at H * ROWS * N
 
 
@@ -37,7 +39,7 @@ class Reference:
         """
         Q, H, _ = q_QHD.shape
         out_QHW = q_QHD.new_empty(Q, H, v_NKW.shape[-1])
-        lse_HQ = q_QHD.new_empty(H, Q, dtype=_wide(q_QHD.dtype))
+        lse_HQ = q_QHD.new_empty(H, Q, dtype=wide_dtype(q_QHD.dtype))
         for q0, q1, k0, k1, first in _rows(cu_q, cu_k):
             s_HQN, _ = _scores(q_QHD[q0:q1], k_NKD[k0:k1], first, causal, window, softcap, scale)
             lse_HQ[:, q0:q1] = torch.logsumexp(s_HQN, -1)
@@ -54,7 +56,7 @@ class Reference:
         (FlashAttention, arXiv 2205.14135, appendix B.2; with a merged lse, ring attention, arXiv 2310.01889).
         """
         H, K = q_QHD.shape[1], k_NKD.shape[1]
-        wide = _wide(q_QHD.dtype)
+        wide = wide_dtype(q_QHD.dtype)
         dq_QHD = torch.zeros(q_QHD.shape, dtype=wide, device=q_QHD.device)
         dk_NKD = torch.zeros(k_NKD.shape, dtype=wide, device=q_QHD.device)
         dv_NKW = torch.zeros(v_NKW.shape, dtype=wide, device=q_QHD.device)
@@ -75,12 +77,8 @@ class Reference:
         return dq_QHD, dk_NKD, dv_NKW
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def _per_head(x_NKD: Tensor, heads: int) -> Tensor:
-    return x_NKD.transpose(0, 1).to(_wide(x_NKD.dtype)).repeat_interleave(heads // x_NKD.shape[1], 0)
+    return x_NKD.transpose(0, 1).to(wide_dtype(x_NKD.dtype)).repeat_interleave(heads // x_NKD.shape[1], 0)
 
 
 def _to_groups(x_HND: Tensor, kv_heads: int) -> Tensor:
@@ -97,7 +95,7 @@ def _rows(cu_q, cu_k):
 
 def _scores(q_QHD, k_NKD, first, causal, window, softcap, scale):
     """Scores [H, Q, N] with -inf where unseen, and the softcap's slope (None without softcap)."""
-    wide = _wide(q_QHD.dtype)
+    wide = wide_dtype(q_QHD.dtype)
     s_HQN = q_QHD.transpose(0, 1).to(wide) @ _per_head(k_NKD, q_QHD.shape[1]).transpose(1, 2) * scale
     slope = None
     if softcap is not None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ..attention.op import wide_dtype
+from ..kernels import wide_dtype
 from .fused import FusedLayer
 from .layer import Kept, LayerCall, alias, compute
 from .offload import DeviceRow, HostRow, Row, arrived

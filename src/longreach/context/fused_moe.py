@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..kernels import route
+from ..kernels import route, wide_dtype
 from ..lora import Experts, Linear
 from ..lora.linear import Grads
 from ..quant.mixture import mixture_backward, mixture_forward
@@ -120,7 +120,7 @@ class FusedMoeLayer(FusedLayer):
         if self.moe.over_chosen:
             best_Ck, expert_Ck = torch.topk(logits_CE, k, dim=-1)
             return expert_Ck, torch.softmax(best_Ck, -1, dtype=best_Ck.dtype), logits_CE
-        share_CE = torch.softmax(logits_CE, -1, dtype=_wide(logits_CE.dtype))
+        share_CE = torch.softmax(logits_CE, -1, dtype=wide_dtype(logits_CE.dtype))
         weight_Ck, expert_Ck = torch.topk(share_CE, k, dim=-1)
         if self.router.norm_topk_prob:
             weight_Ck = weight_Ck / weight_Ck.sum(-1, keepdim=True)
@@ -137,7 +137,7 @@ class FusedMoeLayer(FusedLayer):
         grads: Grads,
     ) -> None:
         """Through the softmax of the router: adds to dx, and gives the router's own gradients."""
-        wide = _wide(x_CM.dtype)
+        wide = wide_dtype(x_CM.dtype)
         dweight_Ck = dweight_Ck.to(wide)
         if self.moe.over_chosen or self.router.norm_topk_prob:
             # Shares scaled to sum to one are the softmax over the chosen logits.
@@ -194,9 +194,5 @@ class _Scale:
         self.variance_epsilon = module.variance_epsilon
         self.weight: Tensor = weight
         if wide:
-            self.weight = weight.detach().to(_wide(weight.dtype)) - 1
+            self.weight = weight.detach().to(wide_dtype(weight.dtype)) - 1
             self.weight.requires_grad_(weight.requires_grad)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32

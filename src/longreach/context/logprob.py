@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ..attention.op import wide_dtype
+from ..kernels import wide_dtype
 from ..kernels.logprob import row_logprob, row_logprob_backward
 from .auto import explained
 from .autograd import ParamGrads

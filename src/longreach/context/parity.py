@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..attention.op import wide_dtype
+from ..kernels import wide_dtype
 from .install import Engine
 from .logprob import score
 from .tree import TokenTree

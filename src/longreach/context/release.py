@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..attention.op import wide_dtype
+from ..kernels import wide_dtype
 from .host_states import HostStates
 from .install import engine_of
 

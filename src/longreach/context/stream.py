@@ -14,7 +14,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..attention.op import KeyValues, Ranges, wide_dtype
+from ..attention.op import KeyValues, Ranges
+from ..kernels import wide_dtype
 from .offload import HostRow, Lease
 
 NAMES = ("k", "v")

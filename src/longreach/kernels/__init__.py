@@ -10,6 +10,7 @@ from .grouped import add_low_rank, grouped_mm, grouped_outer
 from .logprob import row_logprob, row_logprob_backward
 from .merge import apply_sink, merge_blocks
 from .norm import rms_norm, rms_norm_backward
+from .reference import wide_dtype
 from .rope import qk_norm_rope, qk_norm_rope_backward
 from .swiglu import swiglu, swiglu_backward
 
@@ -34,4 +35,5 @@ __all__ = [
     "row_logprob_backward",
     "swiglu",
     "swiglu_backward",
+    "wide_dtype",
 ]

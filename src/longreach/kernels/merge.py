@@ -5,10 +5,10 @@ Shape suffixes: C query rows, H heads, D head size.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from .dispatch import check_rows, check_shape, implementation
+from .reference import wide_dtype
 
 
 def merge_blocks(out_a_CHD: Tensor, lse_a_HC: Tensor, out_b_CHD: Tensor, lse_b_HC: Tensor) -> None:
@@ -44,6 +44,5 @@ def _check(op: str, out_CHD: Tensor, lse_HC: Tensor) -> None:
     if out_CHD.dim() != 3:
         raise ValueError(f"{op}: out has shape {tuple(out_CHD.shape)}; expected three axes [rows, heads, head size]")
     check_shape(op, "lse", lse_HC, (out_CHD.shape[1], out_CHD.shape[0]), "out")
-    expected = torch.float64 if out_CHD.dtype == torch.float64 else torch.float32
-    if lse_HC.dtype != expected:
+    if lse_HC.dtype != (expected := wide_dtype(out_CHD.dtype)):
         raise ValueError(f"{op}: lse is {lse_HC.dtype}; expected {expected} beside outputs in {out_CHD.dtype}")

@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from .experts import Gating
 
 
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of arithmetic and of sums: fp64 for fp64, else fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
@@ -286,14 +291,14 @@ def dequantize_nf4(
 
 
 def dequantize_mxfp4(codes: Tensor, scales: Tensor, out: Tensor) -> Tensor:
-    wide_dtype = torch.float64 if out.dtype == torch.float64 else torch.float32
-    values = torch.tensor(E2M1_VALUES, dtype=wide_dtype, device=codes.device)
+    dtype = wide_dtype(out.dtype)
+    values = torch.tensor(E2M1_VALUES, dtype=dtype, device=codes.device)
     codes, scales, flat = codes.reshape(-1, 16), scales.reshape(-1, 1), out.view(-1, 32)
     rows = SLICE // 32
     for start in range(0, len(flat), rows):
         part = codes[start : start + rows].long()
         value = values[torch.stack((part & 15, part >> 4), -1).view(-1, 32)]
-        flat[start : start + rows] = value * torch.exp2(scales[start : start + rows].to(wide_dtype) - 127)
+        flat[start : start + rows] = value * torch.exp2(scales[start : start + rows].to(dtype) - 127)
     return out
 
 
