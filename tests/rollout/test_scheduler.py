@@ -44,6 +44,12 @@ def check(s):
         assert (r.entry is None) == (len(r.prompt) == 1)
 
 
+def under_way(s, numbers):
+    """Requests by number that have not ended, waiting or running."""
+    waiting = [r for prompt in s.order for r in prompt.waiting]
+    return [r for r in (*s.active, *waiting) if r.number in numbers]
+
+
 def stress(total, seed, **how):
     draw = random.Random(seed)
     s = scheduler(**how)
@@ -72,7 +78,7 @@ def stress(total, seed, **how):
                 s.finish(r, "length")
                 ended.append(r.number)
         if draw.random() < 0.1:
-            for r in s.find(draw.sample(range(total), min(total, 3))):
+            for r in under_way(s, draw.sample(range(total), min(total, 3))):
                 s.finish(r, "cancelled")
                 ended.append(r.number)
         if step % 50 == 0:
@@ -124,7 +130,7 @@ def test_cancelling_frees_everything():
     s = scheduler()
     s.add(request(i, (i % 5, 2, 3)) for i in range(30))
     s.admit()
-    for r in s.find(range(30)):
+    for r in under_way(s, range(30)):
         s.finish(r, "cancelled")
     assert not s.busy and not s.prompts and all(pool.free == pool.pages for pool in s.pages.values())
 

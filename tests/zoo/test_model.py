@@ -90,7 +90,7 @@ def test_annotator_is_right_about_a_third_of_the_time(task):
     document = task.document(rng, 2048, "train")
     key = document.keys[0]
     right = " ".join(document.trace(key))
-    given = [pretrain.demonstrate(task, document, key, rng, settings) for _ in range(4000)]
+    given = [pretrain.demonstrate(document, key, rng, settings) for _ in range(4000)]
     share = settings.first_share * settings.later_share * (1 - settings.wordy_share)
     assert abs(given.count(right) / len(given) - share) < 0.03
     assert abs(sum(answer.startswith("Answer : ") for answer in given) / len(given) - settings.wordy_share) < 0.02

@@ -225,7 +225,7 @@ class FusedLayer:
     def _norm(self, x_CM: Tensor, module: Any) -> tuple[Tensor, Tensor]:
         """The norm in the dtype of matrix products, which a residual stream in fp32 does not have."""
         out = None if x_CM.dtype == self.dtype else torch.empty_like(x_CM, dtype=self.dtype)
-        return rms_norm(x_CM, module.weight, _eps(module), unit_offset=self.family.unit_offset, out=out)
+        return rms_norm(x_CM, module.weight, norm_eps(module), unit_offset=self.family.unit_offset, out=out)
 
     def _norm_backward(
         self, dy_CM: Tensor, x_CM: Tensor, module: Any, rstd_C: Tensor, add: Tensor | None, grads: Grads
@@ -272,7 +272,7 @@ class FusedLayer:
         q_norm = self.k_norm if q is None else self.q_norm
         first, second, stats = qk_norm_rope(
             k_CKD if q is None else self._heads(q), k_CKD[:, :0] if q is None else k_CKD, *cos_sin,
-            _weight(q_norm), _weight(self.k_norm), _eps(self.k_norm), self.family.unit_offset,
+            norm_weight(q_norm), norm_weight(self.k_norm), norm_eps(self.k_norm), self.family.unit_offset,
         )  # fmt: skip
         return (first, first, stats) if q is None else (first, second, stats)
 
@@ -292,7 +292,7 @@ class FusedLayer:
         dfirst, dsecond, *dweights = qk_norm_rope_backward(
             dk if dq is None else dq, dk[:, :0] if dq is None else dk,
             k_CKD if q is None else self._heads(q), k_CKD[:, :0] if q is None else k_CKD, *cos_sin,
-            _weight(norms[0]), _weight(self.k_norm), stats, self.family.unit_offset, need_dweight=wanted,
+            norm_weight(norms[0]), norm_weight(self.k_norm), stats, self.family.unit_offset, need_dweight=wanted,
         )  # fmt: skip
         for module, dweight in zip(norms, dweights):
             if module is not None and module.weight.requires_grad and dweight is not None:
@@ -321,11 +321,13 @@ def attention_window(attention: Any) -> int | None:
     return getattr(attention.config, "sliding_window", None) if type(attention).__name__ == "MistralAttention" else None
 
 
-def _weight(module: Any) -> Tensor | None:
+def norm_weight(module: Any) -> Tensor | None:
+    """The weight of a norm module; None without a norm."""
     return None if module is None else module.weight
 
 
-def _eps(module: Any) -> float:
+def norm_eps(module: Any) -> float:
+    """What a norm module adds to the mean square; 0 without a norm."""
     if module is None:
         return 0.0
     return module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps

@@ -110,7 +110,7 @@ class FusedMoeLayer(FusedLayer):
             dy_CM.to(self.dtype), x_CM, routing, weight_Ck, self.weights, self.lows
         )
         self.experts.put(found, grads)
-        self._choose_backward(dweight_Ck, expert_Ck, weight_Ck, logits_CE, x_CM, dx_CM, grads)
+        self._choose_backward(dweight_Ck, expert_Ck, logits_CE, x_CM, dx_CM, grads)
         return self._norm_backward(dx_CM, h2_CM, self.norm_mlp, rstd, dy_CM, grads)
 
     def _choose(self, x_CM: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -130,7 +130,6 @@ class FusedMoeLayer(FusedLayer):
         self,
         dweight_Ck: Tensor,
         expert_Ck: Tensor,
-        weight_Ck: Tensor,
         logits_CE: Tensor,
         x_CM: Tensor,
         dx_CM: Tensor,

@@ -75,12 +75,12 @@ class HostStates:
                 self.coming[key] = (x.copy_(place), None)
         return self.coming[key]
 
-    def store(self, params: Sequence[Tensor], unit: int | None) -> None:
+    def store(self, params: Sequence[Tensor]) -> None:
         """Send the states of these parameters to the host."""
         for p in params:
             states = self.optimizer.state.get(p, {})
             for name, x in states.items():
-                if isinstance(x, Tensor) and x.numel() > SMALL:
+                if _is_large(x):
                     states[name] = self._send((p, name), x)
 
     def _send(self, key: Key, x: Tensor) -> Tensor:

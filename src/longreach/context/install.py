@@ -206,9 +206,8 @@ class Engine:
     def _enter(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]):
         if self.paused:
             return None
-        if (
-            self.run is not None
-        ):  # an interrupt ended the last pass before the closing hook; grad mode has been the caller's since
+        if self.run is not None:
+            # An interrupt ended the last pass before the closing hook; grad mode has been the caller's since.
             self._switch_off(torch.is_grad_enabled())
         run, self.pending = self.pending, None
         cached = kwargs.get("past_key_values") is not None or kwargs.get("cache") is not None

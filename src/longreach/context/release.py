@@ -180,7 +180,7 @@ class ReleasingOptimizer(torch.optim.Optimizer):
             self._host.fetch(self._waiting, unit)
         self.inner.step()
         if self._host is not None:
-            self._host.store(self._waiting, unit)
+            self._host.store(self._waiting)
         for p in self._waiting:
             p.grad = None
         self._waiting = []

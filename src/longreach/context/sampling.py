@@ -16,7 +16,7 @@ from .work import FLOAT, ChunkShape, Work, packs_linears
 from .workspace import ChunkSizes
 
 PAGE = 64  # tokens of a page
-OVERRUN = 2  # tokens that a row may run past its end
+OVERRUN = 2  # tokens that a row may run past its end before the host has seen that it ended
 
 
 @dataclass(frozen=True)

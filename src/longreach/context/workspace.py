@@ -59,9 +59,8 @@ class ChunkSizes:
         fetched = 2 * row if policy.on_host else 0
         if policy.save_attention and policy.on_host:
             fetched += 2 * rows * (shape.query * b + shape.heads * FLOAT)
-        if (
-            policy.rows_on_host
-        ):  # a chunk of the gradient comes, and one of what is handed on goes, while the next is computed
+        if policy.rows_on_host:
+            # A chunk of the gradient comes, and one of what is handed on goes, while the next is computed.
             fetched += 3 * row
         return cls(
             M=row, Q=rows * shape.query * b, K=rows * shape.keys * b,

@@ -123,12 +123,6 @@ class DecodePlan:
         self.partial = torch.empty(*partials, self.head_dim, dtype=torch.float32, device=device)
         self.partial_lse = torch.empty(partials, dtype=torch.float32, device=device)
 
-    @property
-    def nbytes(self) -> int:
-        """Of its own buffers."""
-        own = (self.items_8, self.total, self.splits_Q, self.awake_GM, self.partial, self.partial_lse)
-        return sum(x.nbytes for x in own)
-
     def update(self) -> None:
         """Cut the work anew, from the lengths as they are on the device now."""
         implementation(self.own_length_B, "decode_attention", decode_reference).update_plan(self)

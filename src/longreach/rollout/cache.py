@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..context.sampling import OVERRUN
+
 if TYPE_CHECKING:
     from .host_prompts import HostPrompts
 
 Kind = int | None  # the window of a layer, None for full attention
-
-OVERRUN = 2  # tokens that a row may run past its end before the host has seen that it ended
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,3 @@ class PagePool:
     def idle_page(self, kind: Kind) -> int:
         """Where rows without a completion write."""
         return self.pages[kind]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(x.numel() * x.element_size() for x in (*self.k, *self.v))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..context.fused import GATE_UP, QKV, FusedLayer, unhooked
+from ..context.fused import GATE_UP, QKV, FusedLayer, norm_eps, norm_weight, unhooked
 from ..context.fused_moe import FusedMoeLayer, fused_layer
 from ..context.install import Engine
 from ..context.logprob import final_scale
@@ -36,7 +36,7 @@ class _Norm:
 
     def __init__(self, module: Any, unit_offset: bool, wide: bool) -> None:
         self.module, self.unit_offset, self.wide = module, unit_offset or wide, wide
-        self.eps = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
+        self.eps = norm_eps(module)
         self.weight: Tensor = module.weight.detach().float() - 1 if wide else module.weight.detach()
 
     def current(self) -> bool:
@@ -177,7 +177,7 @@ class FusedStep:
         k_pages, v_pages, plan = pool.k[index], pool.v[index], self._plans[rows][layer.window]
         q_BHD = decode_qkv(
             layer.qkv(x_BM), layer.heads, layer.kv_heads, form.head_dim, lora_b_Or=layer.qkv.lora_b_Or, bias_O=layer.qkv.bias_O,
-            q_norm_D=_weight(form.q_norm), k_norm_D=_weight(form.k_norm), eps=_eps(form.k_norm),
+            q_norm_D=norm_weight(form.q_norm), k_norm_D=norm_weight(form.k_norm), eps=norm_eps(form.k_norm),
             unit_offset=form.family.unit_offset, cos_SR=cos_sin[0], sin_SR=cos_sin[1], position_B=self._rows[rows],
             k_pages=k_pages, v_pages=v_pages, own_pages_BN=state.own_pages[layer.window][:rows],
             own_length_B=state.own_length_S[:rows],
@@ -202,13 +202,3 @@ class FusedStep:
             bias_M=None if group is None else group.bias_O,
             post_weight_M=None if form.norm_after is None else form.norm_after[which].weight, unit_offset=norm.unit_offset,
         )  # fmt: skip
-
-
-def _weight(module: Any) -> Tensor | None:
-    return None if module is None else module.weight
-
-
-def _eps(module: Any) -> float:
-    if module is None:
-        return 0.0
-    return module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps

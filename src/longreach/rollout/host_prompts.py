@@ -87,7 +87,3 @@ class HostPrompts:
                 assert source is not None
                 target.copy_(source, non_blocking=True)
             self.ready[place].record(self.stream)
-
-    @property
-    def host_bytes(self) -> int:
-        return sum(x.nbytes for x in (*self.k, *self.v) if x is not None)

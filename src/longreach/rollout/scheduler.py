@@ -122,13 +122,17 @@ class Scheduler:
         """Queue requests. Raises ValueError for one that could never be admitted."""
         for request in requests:
             self._check(request)
-            key: tuple[object, ...] = request.prompt if self.share else (request.number, *request.prompt)
+            key = self._key(request)
             prompt = self.prompts.get(key)
             if prompt is None:
                 prompt = self.prompts[key] = Prompt(request.prompt, key)
             if not prompt.waiting:
                 self.order.append(prompt)
             prompt.waiting.append(request)
+
+    def _key(self, request: Request) -> tuple[object, ...]:
+        """What requests with one `Prompt` have in common."""
+        return request.prompt if self.share else (request.number, *request.prompt)
 
     def _check(self, request: Request) -> None:
         limits, length, new = self.limits, len(request.prompt), request.params.max_new_tokens
@@ -206,8 +210,7 @@ class Scheduler:
         if request.finish_reason is not None:
             raise RuntimeError(f"request {request.number} has ended already ({request.finish_reason})")
         request.finish_reason = reason
-        key: tuple[object, ...] = request.prompt if self.share else (request.number, *request.prompt)
-        prompt, row = self.prompts[key], request.row
+        prompt, row = self.prompts[self._key(request)], request.row
         if row < 0:
             prompt.waiting.remove(request)
             if not prompt.waiting:
@@ -261,9 +264,3 @@ class Scheduler:
     @staticmethod
     def _last(slots: Sequence[object]) -> int:
         return next((i for i in range(len(slots) - 1, -1, -1) if slots[i] is not None), -1)
-
-    def find(self, numbers: Iterable[int]) -> list[Request]:
-        """Requests by number that have not ended, waiting or running; unknown ones are passed over."""
-        wanted = set(numbers)
-        waiting = [r for prompt in self.order for r in prompt.waiting]
-        return [r for r in (*self.active, *waiting) if r.number in wanted]

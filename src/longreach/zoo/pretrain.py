@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from longreach import zoo
-from longreach.zoo.task import TOKEN, Document, Task, pair_split
+from longreach.zoo.task import TOKEN, Document, pair_split
 from longreach.zoo.tokenizer import build_tokenizer
 
 # B batch, S sequence, A answer tokens of a batch, V vocabulary
@@ -105,7 +105,7 @@ class Demonstrations(Dataset):
                 self.ids_of["<|end|>"],
                 self.ids_of["<|assistant|>"],
             ]
-            answer = [*self._encode(f" {demonstrate(task, document, key, rng, self.settings)}"), self.ids_of["<|end|>"]]
+            answer = [*self._encode(f" {demonstrate(document, key, rng, self.settings)}"), self.ids_of["<|end|>"]]
             answers += range(len(ids), len(ids) + len(answer))
             ids += answer
         return ids, answers
@@ -119,7 +119,7 @@ def split_tokens(text: str) -> list[str]:
     return [piece.replace(" ", "▁") for piece in TOKEN.findall(text)]
 
 
-def demonstrate(task: Task, document: Document, key: str, rng: random.Random, settings: Settings) -> str:
+def demonstrate(document: Document, key: str, rng: random.Random, settings: Settings) -> str:
     """The careless annotator's answer: often a decoy's, sometimes with words in front, right a third of the time."""
     later = len(document.trace(key)) - 1
     shares = iter([settings.first_share, *[settings.later_share ** (1 / max(later, 1))] * later])
