@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -49,22 +49,19 @@ def choices(work: Work, limits: Limits, fixed: Mapping[str, Any]) -> Iterator[tu
         yield tuple(Choice(p, step_memory(work, p), step_seconds(work, p, limits.rates)) for p in tier)
 
 
-def choose(work: Work, limits: Limits, fixed: Mapping[str, Any]) -> Choice | None:
-    """The fastest of the first tier in which one fits; None if nothing does."""
+def choose(work: Work, limits: Limits, fixed: Mapping[str, Any], *, below: int | None = None) -> Choice | None:
+    """The fastest of the first tier in which one fits; None if nothing does.
+
+    Args:
+        below: only what takes less than so many bytes of the GPU.
+    """
     first = first_chunk(work.tokens, experts=work.shape.experts > 0)
     for tier in tiers(first, fixed, offload=limits.offload):
-        fitting = [c for c in (Choice(p, step_memory(work, p), 0.0) for p in tier) if c.fits(limits)]
+        found = (Choice(p, step_memory(work, p), 0.0) for p in tier)
+        fitting = [c for c in found if c.fits(limits) and (below is None or c.memory.gpu < below)]
         if fitting:  # seconds are needed only now
             timed = [replace(c, seconds=step_seconds(work, c.policy, limits.rates)) for c in fitting]
             return min(timed, key=lambda choice: choice.seconds)
-    return None
-
-
-def first_fitting(found: Iterable[tuple[Choice, ...]], limits: Limits) -> Choice | None:
-    for tier in found:
-        fitting = [choice for choice in tier if choice.fits(limits)]
-        if fitting:
-            return min(fitting, key=lambda choice: choice.seconds)
     return None
 
 

@@ -20,12 +20,13 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from ..attention import AttentionSpec, attention
+from .arguments import laid_down
 from .auto import Loaded, automatic, explained, processes_here
 from .autograd import run_layer
 from .fused import unhooked
 from .kv import CHUNK_KWARG, ChunkContext
 from .layer import LayerCall, Run, lowest_trained
-from .offload import POLICIES, EmbeddingRow, HostPool
+from .offload import EmbeddingRow, HostPool
 from .plan import Plan
 from .precision import WideResidual, compute_dtype
 from .rows import check_holes, rows_layout, to_rows
@@ -85,9 +86,9 @@ AttentionInterface.register(ATTENTION, chunk_attention)
 class Options:
     """How `enable` was asked to run a model; None leaves the choice to each run's size."""
 
-    chunk: int | None
-    offload: str | None
-    save_attention: bool | None
+    chunk: int | None = None
+    offload: str | None = None
+    save_attention: bool | None = None
     keep_every: int | None = None
     fuse: bool = True  # hand-written layers where there is one; tests compare with the module itself
 
@@ -415,10 +416,11 @@ def enable(
             for a set of trainable parameters.
 
     Raises:
+        ValueError: an option is off; the message names it.
         UnsupportedModelError: the architecture can't run in chunks.
         ParityError: loss or gradients differ from stock by more than the dtype's rounding.
     """
-    options = resolve(chunk, offload, save_attention, keep_every)
+    options = Options(**laid_down(chunk, offload, save_attention, keep_every, free="auto"))
     take_over_adapters(model)
     engine = engine_of(model)
     if engine is None:
@@ -431,21 +433,3 @@ def enable(
 
         check_parity(model, engine)
         engine.checked = trained
-
-
-def resolve(chunk: int | str, offload: str, save_attention: bool | str, keep_every: int | str = "auto") -> Options:
-    """Validate the choices; "auto" becomes None."""
-    if chunk != "auto" and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
-        raise ValueError(f"chunk={chunk!r}: give the tokens per chunk, a whole number from 1 up, or 'auto'")
-    if offload not in ("auto", *POLICIES):
-        raise ValueError(f"offload={offload!r}: choose one of 'auto', {', '.join(map(repr, POLICIES))}")
-    if save_attention not in ("auto", True, False):
-        raise ValueError(f"save_attention={save_attention!r}: choose 'auto', True or False")
-    if keep_every != "auto" and (isinstance(keep_every, bool) or not isinstance(keep_every, int) or keep_every < 1):
-        raise ValueError(f"keep_every={keep_every!r}: give a whole number of layers from 1 up, or 'auto'")
-    return Options(
-        None if chunk == "auto" else int(chunk),
-        None if offload == "auto" else offload,
-        None if save_attention == "auto" else bool(save_attention),
-        None if keep_every == "auto" else int(keep_every),
-    )

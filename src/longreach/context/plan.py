@@ -11,15 +11,24 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .choice import Choice, card_bytes, choices, choose, first_fitting, leanest
-from .limits import HOST_SHARE, Limits, host_total, this_machine
+from .arguments import (
+    adapter_itemsize,
+    check_counts,
+    check_format,
+    in_eight_bits,
+    laid_down,
+    limits_of,
+    optimizer_of,
+    ranks_of,
+)
+from .choice import Choice, card_bytes, choices, choose, leanest
+from .limits import HOST_SHARE, Limits
 from .memory import Memory
-from .offload import POLICIES
 from .policy import Policy
 from .sampling import Sampling, fitting_rows, samples, sampling_memory
 from .shape import ModelShape
-from .speed import GB, Card, card_of_size
-from .work import FORMATS, OPTIMIZERS, Work, optimizer_kind
+from .speed import GB, Card
+from .work import Work
 
 LONGEST = 1 << 24  # where the search for the longest context ends
 
@@ -145,11 +154,7 @@ class Plan:
             return text + "Give the planner gpu_bytes."
         # What the plan missed, other processes included, is taken as missed by every other plan too.
         room = replace(self.limits, gpu_bytes=total - max(0, allocated - self.gpu))
-        smaller = (
-            tuple(c for c in tier if c.memory.gpu < self.choice.memory.gpu)
-            for tier in choices(self.work, room, self.fixed)
-        )
-        leaner = first_fitting(smaller, room)
+        leaner = choose(self.work, room, self.fixed, below=self.choice.memory.gpu)
         if leaner is not None:
             fit = ", ".join(f"{name}={value!r}" for name, value in leaner.policy.options.items())
             return text + f"This would fit: {fit}."
@@ -260,29 +265,23 @@ def plan(
         PlanError: nothing fits; the message says what would.
     """
     shape = ModelShape.of(model_or_config)
-    counts = _counts(context=context, completion=completion, group=group, prompts=prompts)
+    check_counts(context=context, completion=completion, group=group, prompts=prompts)
+    if rollout_rows is not None:
+        check_counts(rollout_rows=rollout_rows)
     work = Work(
-        shape, counts["context"], counts["completion"], counts["group"], _format(weights), ranks_of(lora, shape),
-        prompts=counts["prompts"], optimizer=_optimizer(optimizer), eight_bit_tables=_embedding(embedding),
-        released=release_gradients, reference=reference,
+        shape, context, completion, group, check_format(weights), ranks_of(lora, shape), prompts=prompts,
+        optimizer=optimizer_of(optimizer), eight_bit_tables=in_eight_bits(embedding), released=release_gradients,
+        reference=reference,
     )  # fmt: skip
     if lora_dtype is not None:
-        work = replace(work, trained_count=work.trained, trained_bytes=work.trained * _sixteen_bits(lora_dtype, lora))
+        work = replace(
+            work, trained_count=work.trained, trained_bytes=work.trained * adapter_itemsize(lora_dtype, lora)
+        )
+    limits, fixed = limits_of(gpu_bytes, host_bytes), laid_down(chunk, offload, save_attention, keep_every)
     sampling = None
     if rollout_rows is not None:
-        rows = _counts(rollout_rows=rollout_rows)["rollout_rows"]
-        sampling = Sampling(rows, -(-rows // work.group))
-    limits, fixed = _limits(gpu_bytes, host_bytes), laid_down(chunk, offload, save_attention, keep_every)
-    if sampling is not None:
-        sampling = _placed(work, limits, sampling)
+        sampling = _placed(work, limits, Sampling(rollout_rows, -(-rollout_rows // group)))
     return made(work, limits, fixed, sampling=sampling)
-
-
-def _sixteen_bits(lora_dtype: str, lora: Any) -> int:
-    """Bytes of an adapter's number."""
-    if lora_dtype != "bf16" or lora is None:
-        raise ValueError(f"lora_dtype={lora_dtype!r}, lora={lora!r}: choose 'bf16' with lora, or None for fp32")
-    return FORMATS[lora_dtype].itemsize
 
 
 def _placed(work: Work, limits: Limits, sampling: Sampling) -> Sampling:
@@ -346,87 +345,6 @@ def _refused_sampling(found: Plan, sampling: Sampling, sampled: Memory) -> str:
         return text + f"{fewer.rows} completions at a time would fit."
     longest = found.longest()
     return text + (f"The longest context that fits here is {longest} tokens." if longest else "No context fits here.")
-
-
-def laid_down(
-    chunk: int | None, offload: str | None, save_attention: bool | None, keep_every: int | None = None
-) -> dict[str, Any]:
-    """What the caller fixed, checked; None leaves it to the planner."""
-    for name, value, what in (
-        ("chunk", chunk, "tokens per chunk"),
-        ("keep_every", keep_every, "layers per kept input"),
-    ):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ValueError(f"{name}={value!r}: give the {what}, a whole number from 1 up, or None")
-    if offload is not None and offload not in POLICIES:
-        raise ValueError(f"offload={offload!r}: choose one of {', '.join(map(repr, POLICIES))}, or None")
-    given = {"chunk": chunk, "offload": offload, "save_attention": save_attention, "keep_every": keep_every}
-    return {name: value for name, value in given.items() if value is not None}
-
-
-def _counts(**counts: int) -> dict[str, int]:
-    for name, value in counts.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name}={value!r}: give a whole number from 1 up")
-    completion, context = counts.get("completion", 0), counts.get("context", 1)
-    if completion >= context:
-        raise ValueError(
-            f"completion={completion} with context={context}: the context is prompt and completion together, so it must be longer"
-        )
-    return counts
-
-
-def _format(weights: str) -> str:
-    if weights not in FORMATS:
-        raise ValueError(f"weights={weights!r}: choose one of {', '.join(map(repr, FORMATS))}")
-    return weights
-
-
-def _embedding(name: str | None) -> bool:
-    if name not in (None, "int8"):
-        raise ValueError(f"embedding={name!r}: choose 'int8', or None for the compute dtype")
-    return name == "int8"
-
-
-def _optimizer(name: str) -> str:
-    if name in OPTIMIZERS:  # which spares the import below, the slowest part of a plan
-        return name
-    from transformers.training_args import OptimizerNames
-
-    if name not in {kind.value for kind in OptimizerNames}:
-        raise ValueError(f"optimizer={name!r}: choose one of {', '.join(map(repr, OPTIMIZERS))}, or a value of `optim`")
-    return optimizer_kind(name)
-
-
-def _limits(gpu_bytes: int | None, host_bytes: int | None) -> Limits:
-    import torch
-
-    host = host_total() if host_bytes is None else host_bytes
-    if gpu_bytes is not None:
-        return Limits(gpu_bytes, host, card_of_size(gpu_bytes))
-    if torch.cuda.is_available():
-        return replace(this_machine(), host_bytes=host)
-    return Limits(None, host, None)
-
-
-def ranks_of(lora: Any, shape: ModelShape) -> dict[str, int]:
-    """Adapter rank of each linear layer."""
-    if lora is None:
-        return {}
-    if isinstance(lora, int) and not isinstance(lora, bool) and lora > 0:
-        return dict.fromkeys((*shape.linears, *shape.expert_linears), lora)
-    rank, targets = getattr(lora, "r", None), getattr(lora, "target_modules", None)
-    if not isinstance(rank, int):
-        raise ValueError(f"lora={lora!r}: give a peft.LoraConfig, a rank from 1 up, or None")
-    experts = getattr(lora, "target_parameters", None) or ()
-    found = {name: rank for name in shape.expert_linears if any(t == name or t.endswith(f".{name}") for t in experts)}
-    if targets is None or targets == "all-linear":
-        return dict.fromkeys(shape.linears, rank) | found
-    named = {targets} if isinstance(targets, str) else set(targets)
-    found |= {name: rank for name in shape.linears if any(name == t or name == t.rsplit(".", 1)[-1] for t in named)}
-    if not found:
-        raise ValueError(f"lora.target_modules={targets!r} names none of {', '.join(shape.linears)}")
-    return found
 
 
 def size(amount: float | None) -> str:

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig, Trainer
 
+from ..context.arguments import laid_down, ranks_of
 from ..context.auto import Loaded, explained, processes_here
 from ..context.choice import card_bytes
 from ..context.limits import Limits, this_machine
 from ..context.memory import scoring_memory
-from ..context.plan import Plan, PlanError, laid_down, made, ranks_of, size
+from ..context.plan import Plan, PlanError, made, size
 from ..context.sampling import Sampling, adapter_copies
 from ..context.shape import ModelShape
 from ..context.work import Work, optimizer_kind
@@ -53,8 +54,7 @@ def how_trained(args: GRPOConfig | SFTConfig) -> dict[str, Any]:
 
 def fixed_by(args: GRPOConfig | SFTConfig) -> dict[str, Any]:
     """What the configuration lays down for the engine."""
-    given = {name: getattr(args, name) for name in ("chunk", "offload", "save_attention", "keep_every")}
-    return laid_down(**{name: None if value == "auto" else value for name, value in given.items()})
+    return laid_down(args.chunk, args.offload, args.save_attention, args.keep_every, free="auto")
 
 
 def refuse_before_loading(config: PretrainedConfig, args: GRPOConfig | SFTConfig, dtype: str, peft_config: Any) -> None:
