@@ -146,6 +146,9 @@ def attention(
 
     Returns:
         out [C, H, W] in q's dtype, differentiable; lse [H, C], sink included, not differentiable.
+
+    Raises:
+        ValueError: H is no multiple of K.
     """
     if q_CHD.shape[1] % k_CKD.shape[1]:
         raise ValueError(f"attention: {q_CHD.shape[1]} query heads are not a multiple of {k_CKD.shape[1]} key heads")

@@ -111,6 +111,9 @@ class TokenTree:
         """Independent sequences packed without padding; branch i gives the log-probs of tokens 1, 2, … of sequence i.
 
         With `loss_masks` (1 where the token is trained on, same lengths), only of those tokens.
+
+        Raises:
+            ValueError: what is no list of ids, an empty sequence, or a mask of another length; the message names it.
         """
         segments = []
         for number, sequence in enumerate(sequences):

@@ -16,21 +16,30 @@ CONVERSATIONS: tuple[tuple[dict[str, str], ...], ...] = (
 )
 
 
-def rendered(tokenizer: Any, *, template: str | None = None) -> list[str | None]:
-    """Each conversation with a prompt for the answer; None where the template refuses it (some have no system role)."""
+def render(
+    tokenizer: Any, messages: Sequence[dict[str, str]], *, template: str | None = None, prompt: bool = True
+) -> str | None:
+    """A conversation's text, with a prompt for the answer if `prompt`; None where the template refuses it (some have no system
+    role).
+
+    Args:
+        template: Jinja; None for the tokenizer's own.
+    """
     from jinja2 import TemplateError
 
-    texts: list[str | None] = []
-    for conversation in CONVERSATIONS:
-        try:
-            texts.append(
-                tokenizer.apply_chat_template(
-                    list(conversation), chat_template=template, tokenize=False, add_generation_prompt=True
-                )
+    try:
+        return str(
+            tokenizer.apply_chat_template(
+                list(messages), chat_template=template, tokenize=False, add_generation_prompt=prompt
             )
-        except TemplateError:
-            texts.append(None)
-    return texts
+        )
+    except TemplateError:
+        return None
+
+
+def rendered(tokenizer: Any, *, template: str | None = None) -> list[str | None]:
+    """`render` of each of the conversations."""
+    return [render(tokenizer, conversation, template=template) for conversation in CONVERSATIONS]
 
 
 def chat_ids(tokenizer: Any) -> list[list[int] | None]:

@@ -16,7 +16,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from .chat import CONVERSATIONS
+from .chat import CONVERSATIONS, render
 from .errors import ExportError
 
 FILE = "Modelfile"
@@ -101,9 +101,9 @@ def turns_of(tokenizer: Any) -> Turns:
     user, answer, last = (
         {"role": r, "content": c} for r, c in (("user", _USER), ("assistant", _ANSWER), ("user", _LAST))
     )
-    plain = _render(tokenizer, [user, answer, last], prompt=True)
-    open_end = _render(tokenizer, [user, answer, last], prompt=False)
-    answered = _render(tokenizer, [user, answer], prompt=False)
+    plain = render(tokenizer, [user, answer, last])
+    open_end = render(tokenizer, [user, answer, last], prompt=False)
+    answered = render(tokenizer, [user, answer], prompt=False)
     if plain is None or open_end is None or answered is None:
         raise ExportError("the chat template refuses a plain conversation of user and assistant")
     try:
@@ -126,7 +126,7 @@ def _system(
 ) -> tuple[str, tuple[str, str] | None, tuple[str, str] | None]:
     """Head, turn or separator of a system message, as in `Turns`."""
     messages = [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": _USER}]
-    text = _render(tokenizer, messages, prompt=False)
+    text = render(tokenizer, messages, prompt=False)
     if text is None or _SYSTEM not in text:
         return head, None, None
     before, between, _ = _cut(text, _SYSTEM, _USER)
@@ -137,15 +137,6 @@ def _system(
     if not opened:
         raise ValueError(f"{user[0]!r} expected in {before!r}")
     return start, None, (front, between)
-
-
-def _render(tokenizer: Any, messages: list[dict[str, str]], *, prompt: bool) -> str | None:
-    from jinja2 import TemplateError
-
-    try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt))
-    except TemplateError:
-        return None
 
 
 def _cut(text: str, *marks: str) -> list[str]:
@@ -215,7 +206,7 @@ def template_faults(tokenizer: Any, turns: Turns) -> list[str]:
     begin = tokenizer.bos_token if tokenizer.bos_token and adds_bos(tokenizer) else ""
     for number, conversation in enumerate(CONVERSATIONS, 1):
         stripped = [{**message, "content": message["content"].strip()} for message in conversation]
-        wanted, got = _render(tokenizer, stripped, prompt=True), turns.render(stripped)
+        wanted, got = render(tokenizer, stripped), turns.render(stripped)
         if wanted is None and got is None:
             continue
         if wanted is not None and begin and not wanted.startswith(begin):

@@ -28,6 +28,7 @@ _TEXTS = (
     "240 * 0.97 ** 12 = 166.5 litres, so a little over two thirds.",
 )
 BEYOND_ASCII = "Größe: 12 µm, naïve café, 東京の天気, Привет! 🚀"
+TOKENIZED = (BEYOND_ASCII, "A plain line.\n\n  Indented, with 3.14 and x = y\n")  # compared as token ids
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from .compare import Arrival, arrival_record, arrivals, as_record, beyond, diffe
 from .libllama import GGUFModel
 from .limits import Limit, computed_limit, gguf_limit
 from .merge import checkpoint_changes
-from .probe import BEYOND_ASCII, PROBE_TOKENS, SAMPLED_ROWS, Reference, Sample, logits_of
+from .probe import BEYOND_ASCII, PROBE_TOKENS, SAMPLED_ROWS, TOKENIZED, Reference, Sample, logits_of
 from .source import Source
 from .vocabulary import stop_ids
 from .weights import BaseWeights, CheckpointWeights, Entry
@@ -146,7 +146,7 @@ def check_tokenizer(check: Check, source: Source, folder: Path) -> None:
 
     exported: Any = AutoTokenizer.from_pretrained(folder)
     expected = source.tokenizer
-    for text in (BEYOND_ASCII, "A plain line.\n\n  Indented, with 3.14 and x = y\n"):
+    for text in TOKENIZED:
         if exported(text)["input_ids"] != expected(text)["input_ids"]:
             check.faults.append(f"the exported tokenizer gives other ids for {text[:20]!r}")
     if expected.chat_template:
@@ -197,8 +197,7 @@ def check_gguf(reference: Reference, source: Source, file: Path, kind: str, stop
 
 def _check_vocabulary(check: Check, source: Source, model: GGUFModel) -> None:
     tokenizer = source.tokenizer
-    texts = ["A plain line.\n\n  Indented, with 3.14 and x = y\n", BEYOND_ASCII]
-    for text in texts:
+    for text in TOKENIZED:
         wanted, got = tokenizer(text)["input_ids"], model.tokenize(text, special=True)
         if wanted == got:
             continue
