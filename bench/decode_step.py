@@ -30,7 +30,7 @@ KEY = ("engine", "case", "model", "layers", "weights", "batch", "prompt", "own")
 def main(argv: list[str] | None = None) -> None:
     parser = measure.arguments(__doc__ or "")
     parser.set_defaults(out=measure.RESULTS / "decode_step.json", lengths=[1024], layers=4)
-    parser.add_argument("--batches", type=measure._numbers, default=[1, 8, 32, 128])
+    parser.add_argument("--batches", type=measure.numbers, default=[1, 8, 32, 128])
     parser.add_argument("--weights", default="bf16", choices=("bf16", "nf4", "mxfp4"))
     parser.add_argument("--own", type=int, default=512, help="keys of each row's own (default: 512)")
     options = measure.parse(parser, argv)

@@ -16,7 +16,6 @@ import json
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,9 +46,8 @@ def main(argv: list[str] | None = None) -> None:
         sweep(options, found)
     if options.device == "cuda":
         bitsandbytes(found)
-    path = Path(options.out)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(found | measure.provenance(options.commit), indent=1) + "\n", encoding="utf-8")
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(found | measure.provenance(options.commit), indent=1) + "\n", encoding="utf-8")
 
 
 def seconds(calls: list[Callable[[], Any]], device: str) -> float:

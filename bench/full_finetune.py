@@ -16,7 +16,6 @@ import contextlib
 import gc
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -58,7 +57,7 @@ def run_case(case: str, options: Any) -> None:
             entry |= measured(model, optimizer, shape, length, weights, options)
         except torch.OutOfMemoryError as error:
             entry |= {"step_s": None, "error": str(error).split(". ")[0]}
-        measure.record(Path(options.out), entry, options.commit)
+        measure.record(options.out, entry, options.commit)
     del model, optimizer
     gc.collect()
     if options.device == "cuda":

@@ -15,7 +15,6 @@ without optimizer states, unless --optimizer asks for them; then the peak is tha
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
 import statistics
 from typing import Any
@@ -49,7 +48,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--chunk", type=int, default=None)
     parser.add_argument("--offload", default="auto")
     parser.add_argument("--save-attention", action=argparse.BooleanOptionalAction, default=None)
-    parser.add_argument("--stock-lengths", type=measure._numbers, default=[], help="contexts for stock Transformers")
+    parser.add_argument("--stock-lengths", type=measure.numbers, default=[], help="contexts for stock Transformers")
     parser.add_argument("--stock-attention", default="flash_attention_4,flex_attention,eager", help="first that runs")
     options = measure.parse(parser, argv)
     if options.tiny:
@@ -158,14 +157,14 @@ class Bench:
         engine, causal = engine_of(self.model), self.model.get_base_model()
         causal.gradient_checkpointing_enable({"use_reentrant": False})
         self.model.enable_input_require_grads()
-        with engine.stock(), contextlib.ExitStack() as stack:
-            attention = self.choose_attention(causal, stack)
+        with engine.stock():
+            attention = self.choose_attention(causal)
             for length in self.options.stock_lengths:
                 ids = models.token_ids(length, self.model.config.vocab_size)[None].to(self.options.device)
                 found = self.measured(lambda ids=ids: stock_loss(self.model, ids, self.completion(len(ids[0]))))
                 self.note("transformers", length, found, attention=attention)
 
-    def choose_attention(self, causal: Any, stack: contextlib.ExitStack) -> str:
+    def choose_attention(self, causal: Any) -> str:
         """The first implementation that runs here; why others don't is printed."""
         ids = models.token_ids(64, self.model.config.vocab_size)[None].to(self.options.device)
         for name in self.options.stock_attention.split(","):

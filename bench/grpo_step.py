@@ -13,7 +13,6 @@ captures, and may be cut short (`--warm-completion`).
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
@@ -194,7 +193,7 @@ def note(options: Any, shape: Any, trainer: Any) -> None:
         "peak_bytes": torch.cuda.max_memory_allocated() if options.device == "cuda" else None,
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
     }  # fmt: skip
-    measure.put(options.out, entry, options.commit or os.environ.get("COMMIT"), KEY)
+    measure.put(options.out, entry, options.commit, KEY)
     print(
         f"{options.engine}: step {whole:.1f} s = rollout {rollout:.1f} + reward {rewards:.2f} + training "
         f"{entry['training_s']:.1f}, {trainer.tokens:,} tokens, peak {(entry['peak_bytes'] or 0) / 2**30:.1f} GiB",

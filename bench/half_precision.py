@@ -137,9 +137,9 @@ def text(options: argparse.Namespace) -> Any:
 def tokenizer() -> Any:
     from transformers import AutoTokenizer
 
-    import longreach.zoo
+    from longreach.zoo import model_path
 
-    return AutoTokenizer.from_pretrained(Path(longreach.zoo.__file__).parent / "model")
+    return AutoTokenizer.from_pretrained(model_path())
 
 
 def backend(device: str) -> contextlib.AbstractContextManager[Any]:

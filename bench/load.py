@@ -55,9 +55,8 @@ def main(argv: list[str] | None = None) -> None:
         ready(files)
         found[f"{state}_load_s"], found[f"{state}_host_bytes"] = load(options)
         print({k: round(v, 3) for k, v in found.items() if k.startswith(state)}, flush=True)
-    path = Path(options.out)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(found | measure.provenance(options.commit), indent=1) + "\n", encoding="utf-8")
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(found | measure.provenance(options.commit), indent=1) + "\n", encoding="utf-8")
 
 
 # ---- the checkpoint

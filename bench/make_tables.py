@@ -13,14 +13,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from bench.depth_tables import memory, seconds
+from bench.depth_tables import GIB, NAMES, Record, memory, seconds
 from bench.kernel_tables import attention, decode_kernels, kernels
 from bench.markdown import table
 from bench.training_tables import full_finetuning, grpo_steps, half_precision, tree_gradients
 
 from bench import plots
 from longreach.context.plan import plan
-from longreach.context.policy import Policy
+from longreach.context.policy import PLACES, Policy
 from longreach.context.speed import GB
 from longreach.context.tables import SIZES
 
@@ -28,9 +28,6 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
 PAGE = ROOT / "docs" / "benchmarks.md"
 ENGINES = ("longreach", "unsloth", "transformers")
-NAMES = {"longreach": "Longreach", "unsloth": "Unsloth", "transformers": "Transformers"}
-GIB = 2**30
-Record = dict[str, Any]
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -147,10 +144,7 @@ def pictures(records: list[Record]) -> list[str]:
 def _how(r: Record) -> str:
     if r["engine"] != "longreach":
         return ""
-    kept = {
-        "none": "kept on GPU", "host": "inputs on host", "rows": "inputs and rows on host",
-        "keys": "inputs, rows and keys on host",
-    }[r["offload"]]  # fmt: skip
+    kept = PLACES[r["offload"]]
     every = r.get("keep_every", 1)
     kept += f", every {every} layers" if every > 1 else ""
     return f" ({kept}, chunk {r['chunk']:,}{', attention saved' if r['save_attention'] else ''})"

@@ -47,7 +47,7 @@ def arguments(description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="Qwen3-4B", help="a shape by name (default: Qwen3-4B)")
     parser.add_argument("--layers", type=int, default=None, help="only so many layers of it")
-    parser.add_argument("--lengths", type=_numbers, default=[16384, 32768], help="contexts, e.g. 16384,32768,131072")
+    parser.add_argument("--lengths", type=numbers, default=[16384, 32768], help="contexts, e.g. 16384,32768,131072")
     parser.add_argument("--completion", type=int, default=1024, help="tokens with a loss at the end (default: 1024)")
     parser.add_argument("--everyday", action="store_true", help="also 8 prompts x 8 completions of 256 + 1,024 tokens")
     parser.add_argument(
@@ -107,7 +107,8 @@ def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.N
     return options
 
 
-def _numbers(text: str) -> list[int]:
+def numbers(text: str) -> list[int]:
+    """Whole numbers, from "16384,32768"."""
     return [int(part) for part in text.split(",") if part]
 
 
@@ -232,6 +233,12 @@ def record(path: Path, entry: dict[str, Any], commit: str | None) -> None:
     what = " ".join(str(entry[k]) for k in ("engine", "case", "model", "context"))
     time_taken = "its memory" if step is None else f"{step:.3f} s"
     print(what, f"failed: {entry['error']}" if "error" in entry else time_taken + memory, flush=True)
+
+
+def difference(a: list[torch.Tensor], b: list[torch.Tensor], unit: list[torch.Tensor] | None = None) -> float:
+    """Norm of the difference of all gradients, relative to that of `unit`, or of the second."""
+    top = sum(float((x.double() - y.double()).square().sum()) for x, y in zip(a, b, strict=True))
+    return (top / sum(float(x.double().square().sum()) for x in unit or b)) ** 0.5
 
 
 def replayed_microseconds(runs: list[Callable[[], Any]], repeats: int) -> float:

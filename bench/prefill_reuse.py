@@ -159,7 +159,7 @@ class Case:
             "model": "small" if self.options.small else self.shape.name, "layers": self.model.config.num_hidden_layers,
             "device": self.device, **self.size, "offload": self.policy.offload, "chunk": self.policy.chunk,
             "save_attention": self.policy.save_attention, "repeats": self.options.repeats,
-            "gradient_difference": difference(gradients[False], gradients[True]),
+            "gradient_difference": measure.difference(gradients[True], gradients[False]),
             "without": middle(rounds[False]), "with": middle(rounds[True]),
         }  # fmt: skip
         measure.put(self.options.out, entry, self.options.commit, KEY)
@@ -171,12 +171,6 @@ class Case:
             f"gradients differ by {entry['gradient_difference']:.1e}",
             flush=True,
         )
-
-
-def difference(want: list[torch.Tensor], got: list[torch.Tensor]) -> float:
-    """|got - want| / |want| over all gradients."""
-    apart = sum(float((a.double() - b.double()).square().sum()) for a, b in zip(want, got))
-    return (apart / sum(float(a.double().square().sum()) for a in want)) ** 0.5
 
 
 def middle(rounds: list[dict[str, Any]]) -> dict[str, Any]:

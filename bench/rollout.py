@@ -16,7 +16,6 @@ group), at the card's measured bandwidth.
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -48,7 +47,7 @@ KEY = (
 def main(argv: list[str] | None = None) -> None:
     parser = measure.arguments(__doc__ or "")
     parser.set_defaults(out=measure.RESULTS / "rollout.json", lengths=[1024])
-    parser.add_argument("--batches", type=measure._numbers, default=[1, 8, 32, 128])
+    parser.add_argument("--batches", type=measure.numbers, default=[1, 8, 32, 128])
     parser.add_argument("--weights", default="bf16", choices=("bf16", "nf4", "mxfp4"))
     parser.add_argument("--new", type=int, default=1024, help="tokens of a completion (default: 1024)")
     parser.add_argument("--distinct", action="store_true", help="no two completions share a prompt")
@@ -99,9 +98,7 @@ class Bench:
 
     # ---- ours
 
-    def ours(
-        self, batch: int, group: int, length: int, *, shared: bool = True, new: int | None = None
-    ) -> dict[str, Any]:
+    def ours(self, batch: int, group: int, length: int, *, shared: bool = True, new: int | None = None) -> None:
         release_rollout(self.model)
         options = RolloutOptions(rows=batch, share_prompts=shared, fused=not self.options.modules)
         prompts = self.prompts(batch // group, length)
@@ -125,13 +122,12 @@ class Bench:
         step = (full - quick) / (new - short)
         weights = self.weights + self.experts * self.touched(batch)
         ideal = (weights + self.key_bytes(batch, group if shared else 1, length, new)) / BANDWIDTH
-        entry = self.note(
+        self.note(
             "longreach", batch, group, length, new, tokens_per_s=rate, step_s=step, prefill_s=quick - short * step,
             first_call_s=first, full_call_s=full, roofline=ideal / step, shared=shared,
         )  # fmt: skip
         if self.options.profile:
             self.profile(batch, lambda: once(short))
-        return entry
 
     def logprobs(self) -> None:
         """The engine's log-probs against the trainer's in bf16 and in fp32, over 10,240 tokens."""
@@ -166,7 +162,7 @@ class Bench:
         order = "cuda_time_total" if self.options.device == "cuda" else "cpu_time_total"
         table = seen.key_averages().table(sort_by=order, row_limit=40, max_name_column_width=90)
         name = f"rollout_profile_{self.shape.name}_{self.options.weights}_{batch}.txt"
-        Path(self.options.out).with_name(name).write_text(table)
+        self.options.out.with_name(name).write_text(table)
 
     def prefix(self) -> None:
         """A group of 16 on one long prompt: its keys read once a step, and 16 times."""
@@ -228,7 +224,7 @@ class Bench:
     def prompts(self, count: int, length: int) -> list[list[int]]:
         return [models.token_ids(length, self.shape.vocab, seed=i).tolist() for i in range(max(1, count))]
 
-    def note(self, engine: str, batch: int, group: int, prompt: int, new: int, **found: Any) -> dict[str, Any]:
+    def note(self, engine: str, batch: int, group: int, prompt: int, new: int, **found: Any) -> None:
         peak = torch.cuda.max_memory_allocated() if self.options.device == "cuda" else None
         entry = {
             "engine": engine, "case": "prefix" if self.options.prefix else "decode", "model": self.shape.name,
@@ -236,12 +232,11 @@ class Bench:
             "new": new, "modules": self.options.modules, "cublas": self.options.cublas, **found, "peak_bytes": peak,
         }  # fmt: skip
         record(self.options.out, entry, self.options.commit)
-        return entry
 
 
 def record(path: Path, entry: dict[str, Any], commit: str | None) -> None:
     """Print an entry and put it into the file in place of an older one of the same case."""
-    entry = measure.put(path, entry, commit or os.environ.get("COMMIT"), KEY)
+    entry = measure.put(path, entry, commit, KEY)
     if "adapters" in entry:
         print(logprobs.text_of(entry), flush=True)
         return

@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> None:
         "--group", type=int, default=0, help="completions per prompt of the group case; 0 leaves it out"
     )
     parser.add_argument(
-        "--prompts", type=measure._numbers, default=[8192, 32768], help="prompt lengths of the group case"
+        "--prompts", type=measure.numbers, default=[8192, 32768], help="prompt lengths of the group case"
     )
     parser.add_argument(
         "--shallow-prompts",
@@ -138,11 +138,9 @@ class Bench:
         tree = longreach.TokenTree.from_groups([(ids[:-completion], [ids[-completion:]])])
         self.case("memory" if self.options.memory else "sequence", tree, context=length, completion=completion)
 
-    def case(
-        self, name: str, tree: Any, *, context: int, completion: int, group: int = 1, prompts: int = 1
-    ) -> dict[str, Any]:
+    def case(self, name: str, tree: Any, *, context: int, completion: int, group: int = 1, prompts: int = 1) -> None:
         found = self.measured(lambda: measure.timed_step(lambda: self.loss(tree), self.options.device))
-        return self.note(name, found, context=context, completion=completion, group=group, prompts=prompts)
+        self.note(name, found, context=context, completion=completion, group=group, prompts=prompts)
 
     def measured(self, step: Callable[[], tuple[float, float]]) -> dict[str, Any]:
         options = self.options
@@ -173,7 +171,7 @@ class Bench:
         found = self.measured(step)
         found["rows_run"] = len(rows)
         if len(rows) == size and found["step_s"] is not None:
-            found["gradient_difference"] = difference(shared, self.gradients())
+            found["gradient_difference"] = measure.difference(shared, self.gradients())
         self.note("group rows", found, **at)
 
     def gradients(self) -> list[torch.Tensor]:
@@ -193,7 +191,7 @@ class Bench:
 
     def note(
         self, name: str, found: dict[str, Any], *, context: int, completion: int, group: int, prompts: int = 1
-    ) -> dict[str, Any]:
+    ) -> None:
         from longreach.context.install import engine_of
 
         engine = engine_of(self.model)
@@ -221,13 +219,6 @@ class Bench:
             entry["utilization"] = measure.utilization(self.shape, context, completion, group, prompts, found["step_s"])
         if not self.warming:
             measure.record(self.options.out, entry, self.options.commit)
-        return entry
-
-
-def difference(a: list[torch.Tensor], b: list[torch.Tensor]) -> float:
-    """Norm of the difference of all gradients, relative to the second."""
-    top = sum(float((x.double() - y.double()).square().sum()) for x, y in zip(a, b))
-    return (top / sum(float(y.double().square().sum()) for y in b)) ** 0.5
 
 
 if __name__ == "__main__":

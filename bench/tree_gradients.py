@@ -50,10 +50,10 @@ def differences(options: Any, shape: Any, prompt: int) -> dict[str, float]:
         found[name] = [gradients(model, trees) for trees in (tree, rows)]
     (tree_16, rows_16), (tree_32, rows_32) = found["bf16"], found["fp32"]
     return {
-        "bf16_tree_to_rows": apart(tree_16, rows_16, rows_32),
-        "bf16_rows_to_fp32": apart(rows_16, rows_32, rows_32),
-        "bf16_tree_to_fp32": apart(tree_16, rows_32, rows_32),
-        "fp32_tree_to_rows": apart(tree_32, rows_32, rows_32),
+        "bf16_tree_to_rows": measure.difference(tree_16, rows_16, rows_32),
+        "bf16_rows_to_fp32": measure.difference(rows_16, rows_32),
+        "bf16_tree_to_fp32": measure.difference(tree_16, rows_32),
+        "fp32_tree_to_rows": measure.difference(tree_32, rows_32),
     }
 
 
@@ -62,11 +62,6 @@ def gradients(model: Any, trees: list[Any]) -> list[torch.Tensor]:
     for tree in trees:
         (-torch.cat(longreach.token_logprobs(model, tree)).sum()).backward()
     return [p.grad.double().cpu() for p in model.parameters() if p.grad is not None]
-
-
-def apart(a: list[torch.Tensor], b: list[torch.Tensor], unit: list[torch.Tensor]) -> float:
-    squares = sum(float((x - y).square().sum()) for x, y in zip(a, b, strict=True))
-    return (squares / sum(float(x.square().sum()) for x in unit)) ** 0.5
 
 
 if __name__ == "__main__":
