@@ -157,21 +157,21 @@ def test_the_backward_picks_the_experts_of_the_forward() -> None:
     from longreach.context.fused_moe import FusedMoeLayer
 
     picked: list[Tensor] = []
-    choose = FusedMoeLayer._choose
+    choose = FusedMoeLayer.choose
 
     def recorded(self, x_CM):
         found = choose(self, x_CM)
         picked.append(found[0])
         return found
 
-    FusedMoeLayer._choose = recorded  # type: ignore[method-assign]
+    FusedMoeLayer.choose = recorded  # type: ignore[method-assign]
     try:
         model = tiny(torch.bfloat16, False)
         enable(model, chunk=64, parity_check=False)
         ids = torch.randint(2, 512, (190,), generator=torch.Generator().manual_seed(2))
         torch.cat(token_logprobs(model, TokenTree.from_sequences([ids]))).mean().backward()
     finally:
-        FusedMoeLayer._choose = choose  # type: ignore[method-assign]
+        FusedMoeLayer.choose = choose  # type: ignore[method-assign]
     # Layers first to last and chunks in order in the forward; both reversed in the backward.
     half = len(picked) // 2
     assert half == 6 and all(torch.equal(x, y) for x, y in zip(picked[:half], reversed(picked[half:]), strict=True))

@@ -63,13 +63,13 @@ def test_gradients_are_those_of_the_materialized_delta(
 @pytest.mark.parametrize("name", NAMES)
 def test_every_expert_is_trained(name: str, four_bits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each expert of each layer, both products, both matrices, where every expert gets a token."""
-    choose = FusedMoeLayer._choose
+    choose = FusedMoeLayer.choose
 
     def in_turn(self, x_CM):
         expert_Ck, weight_Ck, logits_CE = choose(self, x_CM)
         return torch.arange(expert_Ck.numel()).view_as(expert_Ck) % 6, weight_Ck, logits_CE
 
-    monkeypatch.setattr(FusedMoeLayer, "_choose", in_turn)
+    monkeypatch.setattr(FusedMoeLayer, "choose", in_turn)
     model = build(name, torch.float32, lora=False)
     model = adapted(four_bit(model, MXFP4()) if four_bits else model, torch.float32)
     _, found = grads_of(model, TREES["one"]()[0], chunk=16)

@@ -98,13 +98,13 @@ class FusedMoeLayer(FusedLayer):
 
     def _mlp(self, h2_CM: Tensor) -> Tensor:
         x_CM, _ = self._norm(h2_CM, self.norm_mlp)
-        expert_Ck, weight_Ck, _ = self._choose(x_CM)
+        expert_Ck, weight_Ck, _ = self.choose(x_CM)
         routing = route(expert_Ck, self.router.num_experts)
         return mixture_forward(x_CM, routing, weight_Ck, self.weights, self.lows, add=h2_CM)
 
     def _mlp_backward(self, dy_CM: Tensor, h2_CM: Tensor, grads: Grads) -> Tensor:
         x_CM, rstd = self._norm(h2_CM, self.norm_mlp)
-        expert_Ck, weight_Ck, logits_CE = self._choose(x_CM)
+        expert_Ck, weight_Ck, logits_CE = self.choose(x_CM)
         routing = route(expert_Ck, self.router.num_experts)
         dx_CM, dweight_Ck, found = mixture_backward(
             dy_CM.to(self.dtype), x_CM, routing, weight_Ck, self.weights, self.lows
@@ -113,7 +113,7 @@ class FusedMoeLayer(FusedLayer):
         self._choose_backward(dweight_Ck, expert_Ck, logits_CE, x_CM, dx_CM, grads)
         return self._norm_backward(dx_CM, h2_CM, self.norm_mlp, rstd, dy_CM, grads)
 
-    def _choose(self, x_CM: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def choose(self, x_CM: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Chosen experts [C, k], their weights [C, k] in the dtype of x, and the router's logits [C, E]."""
         logits_CE = functional.linear(x_CM, self.router.weight, getattr(self.router, "bias", None))
         k = self.router.top_k

@@ -129,7 +129,7 @@ class MixedExperts:
 
     def __call__(self, x_BM: Tensor) -> Tensor:
         """[B, M], the weighted sum of the chosen experts' outputs."""
-        expert_Bk, weight_Bk, _ = self.form._choose(x_BM)
+        expert_Bk, weight_Bk, _ = self.form.choose(x_BM)
         routing = route(expert_Bk, self.form.router.num_experts)
         return mixture_forward(x_BM, routing, weight_Bk, self.weights, self.lows)
 

@@ -49,7 +49,7 @@ class Rollouts(TreeLoss):
     _rollout: str = "trl"  # "engine", "shared" (Transformers, a prompt computed once) or "trl" (its own, vLLM included)
     _drawn_at: int = -1  # optimizer step of the last rollout
     _reuse_place: str | None = (
-        None  # where a prefill waits for the training step: "device", "host"; None to compute it again
+        None  # of a prefill for the training step: "device", "host"; None to compute prompts again
     )
     _prefill: Prefill | None = None
     _collecting: bool = False  # from the next rollout on
