@@ -180,7 +180,7 @@ def _down_row_kernel(
 
 @triton.jit
 def _order_kernel(
-    expert_ptr, choice_ptr, tile_expert_ptr, A, E, BLOCK_A: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_S: tl.constexpr,
+    expert_ptr, choice_ptr, tile_expert_ptr, A, BLOCK_A: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_S: tl.constexpr,
     BLOCK_N: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Choices in order of their experts, each expert's beginning a tile: choice [tiles * TILE], -1 where there is none, and the
@@ -396,7 +396,7 @@ def _tiles(x_BM, expert_Bk, weight_Bk, gate_up, down, alpha, limit, table, regis
         torch.empty(n, dtype=torch.int32, device=x_BM.device) for n in (padded(most * size), padded(most))
     )
     launch(
-        _order_kernel, (1,), expert_Bk, choice, tile_expert, choices, E, BLOCK_A=padded(choices), BLOCK_E=padded(E),
+        _order_kernel, (1,), expert_Bk, choice, tile_expert, choices, BLOCK_A=padded(choices), BLOCK_E=padded(E),
         BLOCK_S=padded(most * size), BLOCK_N=padded(most), TILE=size,
         num_warps=warps(padded(choices) * padded(E), 16),
     )  # fmt: skip
