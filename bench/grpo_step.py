@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench.peers import unsloth_step
 
 from bench import measure, models
 
@@ -52,11 +51,11 @@ def main(argv: list[str] | None = None) -> None:
     positions = options.prompt + options.completion + 64
     folder = options.folder or Path(f"/tmp/random-{shape.name}-{shape.layers}{'-tiny' if options.tiny else ''}")
     if options.only_write:
-        unsloth_step.write(shape, positions, folder, options.device)
+        models.write(shape, positions, folder, options.device)
         return
     if not (folder / "config.json").exists():
         subprocess.run([sys.executable, "-m", "bench.grpo_step", "--only-write", *(argv or sys.argv[1:])], check=True)
-    unsloth_step.stretch(folder, positions)
+    models.stretch(folder, positions)
     trainer = make(options, shape, folder, positions)
     trainer.asked = options
     if options.device == "cuda":

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -122,6 +124,33 @@ def pack(model: Any, weights: str) -> Any:
             elif linears and type(module) is torch.nn.Linear:
                 layer.set_submodule(name, FourBitLinear.of(module, form))
     return model
+
+
+def write(shape: Any, positions: int, folder: Path, device: str) -> None:
+    """Config, random weights, and a tokenizer of as many words, which some loaders insist on."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    build(shape, positions, device).save_pretrained(folder)
+    words = {f"w{i}": i for i in range(shape.vocab)}
+    words["<eos>"] = words.pop(f"w{shape.vocab - 1}")
+    words["<pad>"] = words.pop(f"w{shape.vocab - 2}")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(words, unk_token="w0")),
+        unk_token="w0",
+        eos_token="<eos>",
+        pad_token="<pad>",
+    )
+    tokenizer.save_pretrained(folder)
+
+
+def stretch(folder: Path, positions: int) -> None:
+    """Positions for the longest length of this run, so that no rotary scaling comes in."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config["max_position_embeddings"] = max(positions, config["max_position_embeddings"])
+    path.write_text(json.dumps(config, indent=1), encoding="utf-8")
 
 
 def token_ids(count: int, vocab: int, seed: int = 0) -> torch.Tensor:

@@ -8,7 +8,6 @@ It loads from a folder, which is written first by a process of its own. Set HF_H
 from __future__ import annotations
 
 import importlib.util
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -29,7 +28,7 @@ def main(argv: list[str] | None = None) -> None:
     positions = measure.longest(options)
     folder = options.folder or Path(f"/tmp/random-{shape.name}-{shape.layers}")
     if options.only_write:
-        write(shape, positions, folder, options.device)
+        models.write(shape, positions, folder, options.device)
         return
     if importlib.util.find_spec("unsloth") is None:
         raise SystemExit("unsloth is not installed here: pip install unsloth (it is not a dependency of this project)")
@@ -37,40 +36,13 @@ def main(argv: list[str] | None = None) -> None:
         subprocess.run(
             [sys.executable, "-m", "bench.peers.unsloth_step", "--only-write", *(argv or sys.argv[1:])], check=True
         )
-    stretch(folder, positions)
+    models.stretch(folder, positions)
     model = load(folder, positions, options.weights)
     from bench.peers.transformers_step import run_cases
 
     run_cases(
         options, shape, model, "unsloth", lambda ids, completion: loss(model, ids, completion), weights=options.weights
     )
-
-
-def write(shape: Any, positions: int, folder: Path, device: str) -> None:
-    """Config, random weights, and the tokenizer that the loader insists on."""
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from transformers import PreTrainedTokenizerFast
-
-    models.build(shape, positions, device).save_pretrained(folder)
-    words = {f"w{i}": i for i in range(shape.vocab)}
-    words["<eos>"] = words.pop(f"w{shape.vocab - 1}")
-    words["<pad>"] = words.pop(f"w{shape.vocab - 2}")
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(WordLevel(words, unk_token="w0")),
-        unk_token="w0",
-        eos_token="<eos>",
-        pad_token="<pad>",
-    )
-    tokenizer.save_pretrained(folder)
-
-
-def stretch(folder: Path, positions: int) -> None:
-    """Positions for the longest length of this run, so that no rotary scaling comes in."""
-    path = folder / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
-    config["max_position_embeddings"] = max(positions, config["max_position_embeddings"])
-    path.write_text(json.dumps(config, indent=1), encoding="utf-8")
 
 
 def load(folder: Path, longest: int, weights: str) -> Any:

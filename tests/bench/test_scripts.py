@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import make_tables, measure, plots
+from bench import make_tables, measure, models, plots
 
 ROOT = Path(__file__).parents[2]
 STEP = ["--device", "cpu", "--tiny", "--lengths", "2048,4096", "--repeats", "1"]
@@ -131,7 +131,7 @@ def test_the_peers_folder_is_a_model(tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     unsloth_step.main(["--device", "cpu", "--tiny", "--only-write", "--folder", str(tmp_path)])
-    unsloth_step.stretch(tmp_path, 100_000)
+    models.stretch(tmp_path, 100_000)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert model.config.max_position_embeddings == 100_000
     assert len(AutoTokenizer.from_pretrained(tmp_path)) == model.config.vocab_size
