@@ -4,9 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # Oldest and newest supported versions, for `make test-matrix`.
-OLDEST := torch==2.13.0 transformers==5.17.0 trl==1.8.0 peft==0.19.0 requests
+OLDEST := torch==2.13.0 transformers==5.17.0 trl==1.8.0 peft==0.20.0 requests
 NEWEST := torch==2.13.0 --upgrade transformers trl peft
-MATRIX_TESTS := tests/exactness tests/trainers tests/cli
+MATRIX_TESTS := tests/exactness tests/lora tests/quant tests/trainers tests/cli
 
 .PHONY: demo test test-slow test-gpu test-matrix lint bench-cpu clean
 

@@ -48,6 +48,7 @@ def test_gradients(name: str, format: str, at_once: str, monkeypatch: pytest.Mon
         expected = loss_of(stock(whole, rows, F64), F64)
         expected.backward()
         exact = gradients(whole)
+        packed.get_base_model().set_experts_implementation("grouped_mm")  # they are built with "eager", the stock loop
         for fuse in (True, False):
             loss, found = grads_of(packed, tree, chunk=7, fuse=fuse)
             assert abs(loss - float(expected.detach())) <= 1e-12 and worst(exact, found)[0] <= 1e-11, fuse
@@ -56,6 +57,61 @@ def test_gradients(name: str, format: str, at_once: str, monkeypatch: pytest.Mon
         with engine_of(packed).stock():
             loss_of(stock(packed, rows, F64), F64).backward()
         assert worst(exact, gradients(packed))[0] <= 1e-11
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["plain", "lora"])
+@pytest.mark.parametrize("at_once", ["all", "few"])
+def test_gradients_of_biases(at_once: str, lora: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What isn't in 4 bits trains too: biases of experts, routers, norms, attention."""
+    if at_once == "few":
+        monkeypatch.setattr(module, "EXPERT_SCRATCH", 1)
+    monkeypatch.setattr("longreach.quant.mixture.ROWS_AT_ONCE", 5)
+
+    def trained(model):
+        model = adapted(model, F64).get_base_model() if lora else model
+        for name, p in model.named_parameters():
+            p.requires_grad_(p.is_floating_point() and name.rpartition(".")[2] not in PRODUCTS)
+        return model
+
+    with true_fp64():
+        tree, rows = TREES["deep"]()
+        whole, packed = map(trained, pair("gpt_oss", F64, MXFP4()))
+        loss_of(stock(whole, rows, F64), F64).backward()
+        exact = gradients(whole)
+        assert (
+            sum("proj_bias" in name and bool(grad.any()) for name, grad in exact.items()) == 8
+        )  # in each of four layers
+        packed.set_experts_implementation("grouped_mm")  # "eager" is the stock loop
+        _, found = grads_of(packed, tree, chunk=7)
+        assert worst(exact, found)[0] <= 1e-11
+        check_parity(packed, engine_of(packed))
+
+
+def test_a_missing_gradient_fails_the_parity_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However small it is beside the others, and in whatever precision."""
+    packed = four_bit(build("gpt_oss", torch.bfloat16, lora=False), MXFP4())
+    biases = [p for name, p in packed.named_parameters() if name.endswith("down_proj_bias")]
+    for p in biases:
+        p.requires_grad_(True)
+    run = FourBitExperts.run
+
+    def without(self, *args):
+        for p in biases:
+            p.requires_grad_(False)
+        out = run(self, *args)
+        for p in biases:
+            p.requires_grad_(True)
+        return out
+
+    packed.set_experts_implementation("grouped_mm")
+    enable(packed, chunk=16, parity_check=True)
+    monkeypatch.setattr(
+        FourBitExperts,
+        "run",
+        lambda self, *a: (run if self.config._experts_implementation == "eager" else without)(self, *a),
+    )
+    with pytest.raises(ParityError, match=r"layers.0.*down_proj_bias has a gradient in stock .* none in chunked"):
+        check_parity(packed, engine_of(packed))
 
 
 def test_ranges_cover_the_busy_experts_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,9 @@ CHUNKS = (16, 24)
 HALF_TRIES = 6
 
 
+Grads = tuple[Tensor | None, ...]  # of the compared parameters; None where the loss does not reach one
+
+
 class ParityError(ValueError):
     """Chunked execution does not give this model's stock numbers."""
 
@@ -44,19 +47,19 @@ class Parity:
 
 
 def check_parity(model: nn.Module, engine: Engine) -> Parity:
-    """Compare 64 tokens (a prompt with three ragged completions) and raise `ParityError` beyond the dtype's rounding.
+    """Compare 64 tokens (a prompt with three ragged completions) and raise `ParityError` beyond the dtype's rounding, and for a
+    parameter that gets a gradient in one of the two only.
 
     In half precision a single unlucky token can differ between two correct implementations; a fault differs on every
     token. So there other tokens are tried before the model is refused.
     """
     # Of the model itself: adapters have a dtype of their own, and weights in 4 bits none to compute in.
-    named = engine.layers[0].named_parameters()
-    dtype = next(p for n, p in named if p.is_floating_point() and "lora_" not in n).dtype
+    dtype = next(p for n, p in engine.layers[0].named_parameters() if p.is_floating_point() and "lora_" not in n).dtype
     half = dtype in (torch.float16, torch.bfloat16)
-    params = _sample(engine)
+    named = _sample(engine)
     with _evaluating(model):
         for seed in range(HALF_TRIES if half else 1):
-            parity = _compare(engine, params, seed, dtype, half)
+            parity = _compare(engine, named, seed, dtype, half)
             if parity.logprob <= parity.allowed_logprob and parity.gradient <= parity.allowed_gradient:
                 logger.info(
                     "parity with stock eager attention: %.1e nats, %.1e of the gradient norm",
@@ -72,12 +75,22 @@ def check_parity(model: nn.Module, engine: Engine) -> Parity:
     )
 
 
-def _compare(engine: Engine, params: list[nn.Parameter], seed: int, dtype: torch.dtype, half: bool) -> Parity:
+def _compare(engine: Engine, named: dict[str, nn.Parameter], seed: int, dtype: torch.dtype, half: bool) -> Parity:
+    params = list(named.values())
     groups = _groups(engine, seed)
     weights = [torch.randn(len(c), generator=torch.Generator().manual_seed(7)) for c in groups[0][1]]
     with _eager(engine), engine.stock():
         stock, stock_grads = _grads(_stock_logprobs(engine, groups), weights, params)
     ours, grads = _chunked(engine, groups, weights, params, CHUNKS[0])
+    for name, mine, theirs in zip(named, grads, stock_grads):
+        only = [g for g in (mine, theirs) if g is not None]
+        if len(only) == 1 and bool(only[0].any()):
+            has, lacks = ("stock eager attention", "chunked execution")[:: 1 if mine is None else -1]
+            raise ParityError(
+                f"parity check failed for {engine.config.model_type!r}: {name} has a gradient in {has} and none in {lacks}. "
+                "Training would not be exact, so it does not start; freeze this parameter or train this model with stock TRL, "
+                "and please report it."
+            )
     logprob, gradient = _differ(ours, grads, stock, stock_grads)
     floor = FLOOR.get(dtype, FLOOR[torch.bfloat16])
     noise = (0.0, 0.0)
@@ -97,10 +110,11 @@ def _groups(engine: Engine, seed: int) -> list[tuple[Tensor, list[Tensor]]]:
     return [(prompt, completions)]
 
 
-def _sample(engine: Engine) -> list[nn.Parameter]:
+def _sample(engine: Engine) -> dict[str, nn.Parameter]:
     """Trainable parameters of the first, middle and last layer: enough to see a fault, little memory on a large model."""
     picked = {0, len(engine.layers) // 2, len(engine.layers) - 1}
-    return [p for i in sorted(picked) for p in engine.layers[i].parameters() if p.requires_grad]
+    every = ((f"layers.{i}.{n}", p) for i in sorted(picked) for n, p in engine.layers[i].named_parameters())
+    return {name: p for name, p in every if p.requires_grad}
 
 
 def _stock_logprobs(engine: Engine, groups: list[tuple[Tensor, list[Tensor]]]) -> list[Tensor]:
@@ -115,7 +129,7 @@ def _stock_logprobs(engine: Engine, groups: list[tuple[Tensor, list[Tensor]]]) -
     return out
 
 
-def _chunked(engine: Engine, groups, weights, params, chunk: int) -> tuple[Tensor, list[Tensor]]:
+def _chunked(engine: Engine, groups, weights, params, chunk: int) -> tuple[Tensor, Grads]:
     kept = engine.options
     engine.options = replace(kept, chunk=chunk)
     try:
@@ -124,21 +138,20 @@ def _chunked(engine: Engine, groups, weights, params, chunk: int) -> tuple[Tenso
         engine.options = kept
 
 
-def _grads(logprobs: list[Tensor], weights: list[Tensor], params: list[nn.Parameter]) -> tuple[Tensor, list[Tensor]]:
+def _grads(logprobs: list[Tensor], weights: list[Tensor], params: list[nn.Parameter]) -> tuple[Tensor, Grads]:
     flat = torch.cat(logprobs)
-    grads: list[Tensor] = []
+    grads: Grads = ()
     if params:
         loss = (flat * torch.cat(weights).to(flat)).sum()
-        found = torch.autograd.grad(loss, params, allow_unused=True)
-        grads = [torch.zeros_like(p) if g is None else g for g, p in zip(found, params)]
+        grads = torch.autograd.grad(loss, params, allow_unused=True)
     return flat.detach(), grads
 
 
-def _differ(a: Tensor, a_grads: list[Tensor], b: Tensor, b_grads: list[Tensor]) -> tuple[float, float]:
+def _differ(a: Tensor, a_grads: Grads, b: Tensor, b_grads: Grads) -> tuple[float, float]:
     logprob = float((a - b).abs().mean())
-    wide = torch.float64
-    top = sum(float((x.to(wide) - y.to(wide)).square().sum()) for x, y in zip(a_grads, b_grads))
-    bottom = sum(float(y.to(wide).square().sum()) for y in b_grads)
+    pairs = [(x.double(), y.double()) for x, y in zip(a_grads, b_grads) if x is not None and y is not None]
+    top = sum(float((x - y).square().sum()) for x, y in pairs)
+    bottom = sum(float(y.square().sum()) for _, y in pairs)
     return logprob, (top / bottom) ** 0.5 if bottom > 0 else top**0.5
 
 

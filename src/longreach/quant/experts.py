@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ..kernels import Gating, Routing, route
+from ..kernels import Gating, Routing, route, wide_dtype
 from ..kernels.dequant import NESTED_BLOCK
 from .formats import NF4, Format, Packed
 from .linear import shared
@@ -170,7 +170,8 @@ class FourBitExperts(nn.Module):
         given = [adapters.get(name, (None, None, 1.0)) for name in PRODUCTS]
         scales = [scale for *_, scale in given]
         flat = [t for a, b, _ in given for t in (a, b)]
-        out = _Mixture.apply(self, x_TM.to(dtype), expert_Tk, weight_Tk, scales, *flat)
+        biases = [getattr(self, name + "_bias") for name in PRODUCTS]
+        out = _Mixture.apply(self, x_TM.to(dtype), expert_Tk, weight_Tk, scales, *biases, *flat)
         return out.to(x_TM.dtype)
 
     def weights(self, dtype: torch.dtype, keep: bool = True) -> FourBitWeights:
@@ -298,7 +299,7 @@ class _Mixture(torch.autograd.Function):
     """The mixture with its hand-written backward. Keeps tokens and choices; weights are made again."""
 
     @staticmethod
-    def forward(ctx: Any, experts: FourBitExperts, x_TM, expert_Tk, weight_Tk, scales, *adapters):
+    def forward(ctx: Any, experts: FourBitExperts, x_TM, expert_Tk, weight_Tk, scales, bias_EG, bias_EM, *adapters):
         ctx.experts, ctx.scales = experts, scales
         ctx.save_for_backward(x_TM, expert_Tk, weight_Tk, *adapters)
         lows = _low_ranks(adapters, scales, x_TM.dtype)
@@ -312,9 +313,14 @@ class _Mixture(torch.autograd.Function):
         lows = _low_ranks(adapters, ctx.scales, x_TM.dtype)
         routing = route(expert_Tk, ctx.experts.num_experts)
         weights = ctx.experts.weights(x_TM.dtype, keep=False)
-        dx_TM, dweight_Tk, found = mixture_backward(dy_TM.contiguous(), x_TM, routing, weight_Tk, weights, lows)
+        biases = [getattr(ctx.experts, name + "_bias") for name in PRODUCTS]
+        trained = ctx.needs_input_grad[5:7]
+        dbiases: Any = [b.new_zeros(b.shape, dtype=wide_dtype(b.dtype)) if t else None for b, t in zip(biases, trained)]
+        dx_TM, dweight_Tk, found = mixture_backward(
+            dy_TM.contiguous(), x_TM, routing, weight_Tk, weights, lows, dbiases
+        )
         grads = [grad for sums in found for grad in ((None, None) if sums is None else sums.done())]
-        typed = [None if g is None else g.to(a.dtype) for g, a in zip(grads, adapters)]
+        typed = [None if g is None else g.to(a.dtype) for g, a in zip([*dbiases, *grads], [*biases, *adapters])]
         return None, dx_TM, None, dweight_Tk.to(weight_Tk.dtype), None, *typed
 
 

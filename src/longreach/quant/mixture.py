@@ -31,8 +31,11 @@ from ..kernels import (
     gather_rows,
     grouped_mm,
     grouped_outer,
+    wide_dtype,
 )
 from ..kernels.grouped import RANK_MULTIPLE, empty_groups
+
+BiasGrads = tuple[Tensor | None, Tensor | None]
 
 ROWS_AT_ONCE = 12288  # rows that are in the middle of an expert at the same time
 
@@ -138,8 +141,8 @@ class LowRankGrads:
         if held is None and len(grad_erX) == len(like):
             self.sums[which] = grad_erX
             return
-        if held is None or held.dtype != _wide(like.dtype):
-            wide = torch.zeros(like.shape, dtype=_wide(like.dtype), device=like.device)
+        if held is None or held.dtype != wide_dtype(like.dtype):
+            wide = torch.zeros(like.shape, dtype=wide_dtype(like.dtype), device=like.device)
             self.sums[which] = held = wide if held is None else wide.copy_(held)
         held[part.experts] += grad_erX
 
@@ -189,19 +192,23 @@ def mixture_backward(
     weight_Tk: Tensor,
     weights: ExpertWeights,
     lows: tuple[LowRank | None, LowRank | None] = (None, None),
+    dbiases: BiasGrads = (None, None),
 ) -> tuple[Tensor, Tensor, tuple[LowRankGrads | None, LowRankGrads | None]]:
     """Gradients of `mixture_forward` without `add`: dx [T, M], dweight [T, k] in at least fp32, and those of the adapters.
 
     Sums run in a fixed order: the same call gives the same bits.
+
+    Args:
+        dbiases: what the gradients of the biases are added to, [E, G] and [E, M]; None for a bias that isn't trained.
     """
     dx_SM = None
     grads = tuple(None if low is None else LowRankGrads(low) for low in lows)
-    wide = _wide(x_TM.dtype)
+    wide = wide_dtype(x_TM.dtype)
     dweight_S = torch.empty(routing.slots, dtype=wide, device=x_TM.device)
     weight_S = torch.empty_like(weight_Tk.reshape(-1))
     weight_S[routing.place_Tk.reshape(-1)] = weight_Tk.reshape(-1)
     for part in weights.parts(routing):
-        dx_RM = _part_backward(dy_TM, x_TM, routing, weight_S, dweight_S, weights, part, lows, grads)
+        dx_RM = _part_backward(dy_TM, x_TM, routing, weight_S, dweight_S, weights, part, lows, grads, dbiases)
         dx_SM = _join(dx_SM, dx_RM, part, routing)
         del part
     assert dx_SM is not None
@@ -221,6 +228,7 @@ def _part_backward(
     part: Part,
     lows: tuple[LowRank | None, LowRank | None],
     grads: tuple[LowRankGrads | None, ...],
+    dbiases: BiasGrads,
 ) -> Tensor:
     """Gradient of the part's gathered rows [R, M]."""
     row_R, weight_R = routing.row_S[part.rows], weight_S[part.rows]
@@ -232,6 +240,9 @@ def _part_backward(
         dh_RF, hidden_RG, weight_R, weights.gating, *_bias(weights.gate_up_bias, routing, part)
     )
     del dh_RF, hidden_RG
+    for dbias_EX, rows_RX, weight in ((dbiases[0], dhidden_RG, None), (dbiases[1], dy_RM, weight_R)):
+        if dbias_EX is not None:
+            dbias_EX += _by_expert(rows_RX, weight, routing, part)
     idle_e = empty_groups(part.offsets_e) if any(lows) else None
     if lows[1] is not None and grads[1] is not None:
         weight = weight_R[:, None]
@@ -273,6 +284,12 @@ def _bias(bias_EX: Tensor | None, routing: Routing, part: Part) -> tuple[Tensor 
     return (None, None) if bias_EX is None else (routing.expert_S[part.rows], bias_EX)
 
 
+def _by_expert(x_RX: Tensor, weight_R: Tensor | None, routing: Routing, part: Part) -> Tensor:
+    """Sum of each expert's rows, times their weights, [E, X]. A product, because sums by index come in any order on a GPU."""
+    chosen_ER = torch.arange(routing.experts, device=x_RX.device)[:, None] == routing.expert_S[part.rows]
+    return (chosen_ER.to(x_RX.dtype) if weight_R is None else chosen_ER * weight_R.to(x_RX.dtype)) @ x_RX
+
+
 def _join(all_SM: Tensor | None, rows_RM: Tensor, part: Part, routing: Routing) -> Tensor:
     """All slots' rows; the part's own tensor where it is all of them."""
     if all_SM is None:
@@ -281,7 +298,3 @@ def _join(all_SM: Tensor | None, rows_RM: Tensor, part: Part, routing: Routing) 
         all_SM = rows_RM.new_empty(routing.slots, rows_RM.shape[1])
     all_SM[part.rows] = rows_RM
     return all_SM
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
