@@ -111,6 +111,8 @@ def test_both_ends_end_a_completion(tmp_path) -> None:
     """<|return|> and <|call|>, as the model's generation config says."""
     tok = tokenizer()
     made = train(tmp_path, tok, model(tok), lambda completions, **k: [float(len(str(c))) for c in completions])
+    if not hasattr(made, "eos_token_ids"):
+        pytest.skip("this TRL ends completions at the tokenizer's end alone")
     ends = set(made.generation_config.eos_token_id)
     assert ends == set(tok.convert_tokens_to_ids(["<|return|>", "<|call|>"]))
 

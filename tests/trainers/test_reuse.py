@@ -217,24 +217,24 @@ def test_dropout_in_training_computes_prompts_again(tmp_path, caplog):
     assert tokens(made) == [0.0] and "dropout" in caplog.text
 
 
-def test_noise_on_the_embedding_computes_prompts_again(tmp_path, caplog):
-    """NEFTune's hook acts in training and not in the rollout."""
-    settings = dict(neftune_noise_alpha=5.0, max_steps=1)
-    without = run(tmp_path, reuse_prefill=False, **settings)
+def test_a_hook_on_the_embedding_computes_prompts_again(tmp_path, caplog):
+    """One that acts in training and not in the rollout, as noise would."""
+
+    def hooked(**args):
+        policy = tiny.model()
+        policy.get_input_embeddings().register_forward_hook(lambda m, x, out: out + 0.01 if m.training else out)
+        return run(tmp_path, policy=policy, max_steps=1, **args)
+
+    without = hooked(reuse_prefill=False)
     with caplog.at_level(logging.WARNING):
-        with_it = run(tmp_path, **settings)
+        with_it = hooked()
     assert_same(without, with_it)
     assert tokens(with_it) == [0.0] and "the embedding has hooks" in caplog.text
 
 
 def test_the_difference_to_the_rollout_is_that_of_its_weights(tmp_path):
     """Also where an evaluation has drawn completions between two steps on one generation."""
-
-    class Evaluating(ours.GRPOTrainer):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, eval_dataset=data(4), **kwargs)
-
-    made = run(tmp_path, trainer=Evaluating, num_iterations=2, max_steps=2, eval_strategy="steps", eval_steps=1)
+    made = run(tmp_path, evaluation=data(4), num_iterations=2, max_steps=2, eval_strategy="steps", eval_steps=1)
     assert ["sampling/logp_difference/max" in step for step in tiny.history(made)] == [True, False]
 
 

@@ -50,6 +50,9 @@ MISFIT_HELP = (
 )
 SAVE_ATTENTION_HELP = "Keep each chunk's attention output so that the backward skips that forward, or 'auto'."
 CHECKPOINTING_HELP = "Without effect: chunked layers always recompute their activations by themselves."
+ROUTER_HELP = (
+    "Weight of the routers' load-balancing loss; None leaves it out unless the model has output_router_logits=True."
+)
 PARITY_HELP = "Compare loss and gradients of a short sequence with stock eager attention before training starts."
 RELEASE_HELP = (
     "Update each layer inside the backward, so that the gradients of only one layer exist at a time (full fine-tuning)."
@@ -76,6 +79,8 @@ class GRPOConfig(trl.GRPOConfig):
         on_misfit: what becomes of a configuration whose largest step (`max_length`, rows per device) cannot fit by plan: "error"
             refuses it at the start and says what would fit; "warn" goes on with what needs least memory.
         parity_check: compare with stock eager attention before training starts.
+        router_aux_loss_coef: weight of a mixture's load-balancing loss. None leaves it out, and says so, unless the model's
+            config has `output_router_logits=True`, whose coefficient it then has.
         release_gradients: update each layer inside the backward: gradients of one layer at a time. Needs
             gradient_accumulation_steps=1 (larger batches cost little memory in chunks), max_grad_norm=0.0 and not fp16.
         optimizer_states: "device", or with release_gradients "host": they come to the device one layer ahead.
@@ -104,6 +109,7 @@ class GRPOConfig(trl.GRPOConfig):
     save_attention: str = _engine_field("auto", SAVE_ATTENTION_HELP)
     keep_every: int | str | None = _engine_field("auto", KEEP_HELP)
     parity_check: bool = _engine_field(True, PARITY_HELP)
+    router_aux_loss_coef: float | None = _engine_field(None, ROUTER_HELP)
     on_misfit: str = _engine_field("error", MISFIT_HELP)
     release_gradients: bool = _engine_field(False, RELEASE_HELP)
     optimizer_states: str = _engine_field("device", STATES_HELP)
@@ -165,8 +171,8 @@ class SFTConfig(trl.SFTConfig):
     Attributes:
         on_overlong: what becomes of a sequence longer than `max_length`: "truncate" (TRL's behaviour), "drop" or
             "error" (before training starts). Truncated and dropped sequences are counted and reported.
-        chunk, offload, save_attention, keep_every, parity_check, on_misfit, release_gradients, optimizer_states: as in
-            :class:`GRPOConfig`.
+        chunk, offload, save_attention, keep_every, parity_check, router_aux_loss_coef, on_misfit, release_gradients,
+            optimizer_states: as in :class:`GRPOConfig`.
 
     Raises:
         ValueError: from the constructor, for a value that cannot be used.
@@ -182,6 +188,7 @@ class SFTConfig(trl.SFTConfig):
     save_attention: str = _engine_field("auto", SAVE_ATTENTION_HELP)
     keep_every: int | str | None = _engine_field("auto", KEEP_HELP)
     parity_check: bool = _engine_field(True, PARITY_HELP)
+    router_aux_loss_coef: float | None = _engine_field(None, ROUTER_HELP)
     on_misfit: str = _engine_field("error", MISFIT_HELP)
     release_gradients: bool = _engine_field(False, RELEASE_HELP)
     optimizer_states: str = _engine_field("device", STATES_HELP)

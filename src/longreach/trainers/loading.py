@@ -66,8 +66,11 @@ def settle_router_loss(text: Any, args: Any) -> None:
     """Leave the routers' load-balancing loss out, unless `router_aux_loss_coef` or a model with `output_router_logits=True`
     asks for it. TRL would add it with the coefficient in the model's config, which is a setting of its pretraining."""
     own = getattr(text, "router_aux_loss_coef", 0.0)
-    if args.router_aux_loss_coef is None and own and not getattr(text, "output_router_logits", False):
-        args.router_aux_loss_coef = 0.0
+    if args.router_aux_loss_coef is not None:
+        return
+    asked = getattr(text, "output_router_logits", False)
+    args.router_aux_loss_coef = own if asked else 0.0
+    if own and not asked:
         logger.warning(
             "the routers' load-balancing loss is off; set router_aux_loss_coef (%g in the model's config) to train with it",
             own,
