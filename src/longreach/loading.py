@@ -132,6 +132,7 @@ def quantization(config: Any, weights: str | None, name: str, kwargs: dict[str, 
     Raises:
         ValueError: two answers to the same question, or a stored quantization that can't be read.
     """
+    from .context.stored import check_not_quantized_again
     from .quant.quantizer import FourBitConfig, stored_config
 
     for key, answers in {"dtype": [*WEIGHTS], "quantization_config": [*WEIGHTS, *FORMATS]}.items():
@@ -140,11 +141,7 @@ def quantization(config: Any, weights: str | None, name: str, kwargs: dict[str, 
     stored = stored_config(getattr(config, "quantization_config", None), name)
     if stored is None:
         return kwargs | ({"quantization_config": FourBitConfig(weights)} if weights in FORMATS else {})
-    if weights in FORMATS and weights != stored.weights:
-        raise ValueError(
-            f"weights={weights!r}: {name} is stored in {stored.weights}, and quantizing it again would add a second error; "
-            f"use weights=None (as stored), or weights={weights!r} on the 16-bit model"
-        )
+    check_not_quantized_again(weights, stored.weights, name)
     if "quantization_config" in kwargs:
         raise ValueError(f"quantization_config=...: {name} is stored in {stored.weights} already; leave it out")
     config.quantization_config = dict(stored.__dict__)

@@ -1,5 +1,7 @@
 """``longreach plan``: the page it prints, refusals and wrong input as exit codes."""
 
+import json
+
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -62,6 +64,23 @@ def test_what_ends_the_longest_context_is_said() -> None:
     )
 
 
+def test_the_form_of_the_weights_is_said_with_its_reason(tmp_path) -> None:
+    assert "weights: mxfp4, as the checkpoint stores them" in alone("openai/gpt-oss-20b", "--gpu", "80GB")
+    asked = alone("openai/gpt-oss-20b", "--gpu", "80GB", "--weights", "bf16")
+    assert "weights: bf16" in asked and "as the checkpoint" not in asked
+    config = {"model_type": "llama", "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}
+    config |= {"num_attention_heads": 2, "intermediate_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert "weights: bf16, as the config names no dtype" in alone(str(tmp_path), "--gpu", "16GB")
+
+
+def test_gemma_on_a_card_without_bf16_is_remarked_on() -> None:
+    told = "gemma3_text leaves the range of fp16: a card without bf16, such as the T4, trains it in fp32 only"
+    assert told in alone("Gemma-3-12B", "--gpu", "80GB")
+    assert told not in alone("Gemma-3-12B", "--gpu", "80GB", "--weights", "fp32")
+    assert told not in alone("Qwen3-4B", "--gpu", "80GB")
+
+
 def test_sizes_are_read_with_their_units():
     from longreach.cli.plan import _bytes
 
@@ -86,6 +105,7 @@ def test_what_does_not_fit_exits_with_1_and_says_what_would():
         (["--gpu", "lots"], "--gpu 'lots': give a size such as 24GB"),
         (["--gpu", "24GB", "--completion", "200000"], "completion=200000 with context=131072"),
         (["--gpu", "24GB", "--weights", "int2"], "weights='int2'"),
+        (["--gpu", "24GB", "--weights", "nf4", "--lora", "0"], "lora=None: weights in nf4 are frozen"),
     ],
 )
 def test_wrong_input_exits_with_2(options, message):

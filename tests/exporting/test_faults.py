@@ -147,3 +147,43 @@ def test_libllama_that_ends_its_process_is_an_error(base, tmp_path: Path, monkey
     with pytest.raises(ExportError, match=r"libllama|can't be loaded"):
         longreach.export(small, None, tmp_path / "g", format="gguf")
     assert not (tmp_path / "g").exists()
+
+
+# --- another model's tokenizer
+
+
+def larger_tokenizer(**special: Any) -> Any:
+    made = tokenizer_for("llama")
+    if special:
+        made.add_special_tokens(special)
+    else:
+        made.add_tokens([f"word{i}" for i in range(40)])
+    return made
+
+
+@pytest.mark.parametrize("verify", ["full", "off"])
+def test_a_tokenizer_larger_than_the_vocabulary_is_refused(verify: str, base, tmp_path: Path) -> None:
+    size, said = len(tokenizer_for("llama")), []
+    told = rf"the tokenizer has {size + 40} tokens, the model's vocabulary {size} \(ids 0 to {size - 1}\).*'word0' with id {size}"
+    for model in (adapted("llama", base("llama")), base("llama")):
+        with pytest.raises(ExportError, match=told):
+            longreach.export(model, larger_tokenizer(), tmp_path / "m", verify=verify, say=said.append)
+    assert said == [] and list(tmp_path.iterdir()) == []
+
+
+def test_it_is_refused_before_weights_are_quantized(base, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("longreach.exporting.from_disk.load", lambda *args, **kwargs: pytest.fail("loaded"))
+    with pytest.raises(ExportError, match="was another tokenizer used"):
+        longreach.export(base("llama"), larger_tokenizer(), tmp_path / "m", weights="nf4")
+
+
+def test_special_tokens_beyond_the_vocabulary_are_remarked_on_unless_they_are_used(base, tmp_path: Path) -> None:
+    """Gemma 3's tokenizer has a token for images that its models of text have no row for."""
+    model = adapted("llama", base("llama"))
+    made = longreach.export(model, larger_tokenizer(additional_special_tokens=["<image>"]), tmp_path / "idle")
+    assert any("'<image>' lies beyond the model's vocabulary" in note for note in made.notes)
+    ends, chats = larger_tokenizer(eos_token="<end>"), larger_tokenizer(additional_special_tokens=["<say>"])
+    chats.chat_template = chats.chat_template.replace("<|im_start|>", "<say>")
+    for tokenizer, token in ((ends, "<end>"), (chats, "<say>")):
+        with pytest.raises(ExportError, match=f"{token!r} with id"):
+            longreach.export(model, tokenizer, tmp_path / "used")

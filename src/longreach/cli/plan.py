@@ -38,7 +38,7 @@ def plan(
     rollout_rows: Annotated[
         int | None, typer.Option(help="Completions sampled at a time; shows what sampling takes beside the step.")
     ] = None,
-    weights: Annotated[str, typer.Option(help="bf16, fp16, fp32, nf4 or mxfp4.")] = "bf16",
+    weights: Annotated[str | None, typer.Option(help="bf16, fp16, fp32, nf4 or mxfp4 [default: as stored].")] = None,
     lora: Annotated[int, typer.Option(help="Adapter rank; 0 trains all parameters.")] = 32,
     lora_dtype: Annotated[
         str | None, typer.Option(help="bf16: adapters, their gradients and states in 16 bits; default: fp32.")
@@ -106,10 +106,11 @@ def plan(
         raise typer.Exit(1) from None
     except ValueError as error:
         fail(error)
+    form = _form_note(made, weights)
     if made.card is None and gpu is None:
-        _without_a_card(made, host_bytes, screen)
+        _without_a_card(made, form, host_bytes, screen)
     else:
-        _with_a_card(made, screen)
+        _with_a_card(made, form, screen)
 
 
 def _check_name(model: str) -> None:
@@ -118,24 +119,36 @@ def _check_name(model: str) -> None:
     model_place(model)
 
 
-def _with_a_card(made: Plan, screen: Console) -> None:
+def _form_note(made: Plan, asked: str | None) -> str:
+    """The weights that are counted, and why these."""
+    from longreach.context.stored import stored_weights
+
+    form = f"  weights: {made.work.weights}"
+    if asked is not None:
+        return form
+    if stored_weights(made.work.shape) is None:
+        return f"{form}, as the config names no dtype; --weights plans another form"
+    return f"{form}, as the checkpoint stores them; --weights plans another form"
+
+
+def _with_a_card(made: Plan, form: str, screen: Console) -> None:
     """One card in detail, the others by their longest context."""
     longest = made.longest()
     limit = made.limit(longest)
     ends = {"GPU": "then the GPU is full", "host": "then the host is full; --host plans a larger one"}
     more = f" ({ends[limit]})" if limit in ends else " and more, where the search ends"
-    _print(screen, [f"[bold]{made.describe()}", made.parts_table(), made.table(), made.longest_table()])
+    _print(screen, [f"[bold]{made.describe()}", form, "", made.parts_table(), made.table(), made.longest_table()])
     _print(screen, [f"  longest context that fits here: {longest:,} tokens{more}", *_notes(made)])
 
 
-def _without_a_card(made: Plan, host_bytes: int | None, screen: Console) -> None:
+def _without_a_card(made: Plan, form: str, host_bytes: int | None, screen: Console) -> None:
     """Cards of every size, for a machine that has none itself."""
     from longreach.context.tables import HOST_PER_CARD
 
     hosts = f"hosts of {HOST_PER_CARD} × the card's memory are assumed, --host 128GB says otherwise"
     if host_bytes is not None:
         hosts = f"with a host of {host_bytes / 1e9:.0f} GB"
-    _print(screen, [f"[bold]{made.describe()}, if all of it stays on the GPU"])
+    _print(screen, [f"[bold]{made.describe()}, if all of it stays on the GPU", form])
     _print(screen, [f"  no GPU here: planned for cards elsewhere; {hosts}; --gpu 24GB plans one card in detail", ""])
     _print(screen, [made.card_table(host_bytes), made.longest_table(host_bytes)])
     rates = (
@@ -154,6 +167,7 @@ def _print(screen: Console, what: Sequence[Any]) -> None:
 
 
 def _notes(made: Plan) -> list[str]:
+    from longreach.context.precision import OVERFLOWING
     from longreach.context.tables import BEYOND
 
     work = made.work
@@ -168,6 +182,11 @@ def _notes(made: Plan) -> list[str]:
         notes.append(f"{work.shape.kind} layers run as Transformers' modules; their workspace is an upper estimate")
     if work.format.packed:
         notes.append(f"{work.weights}: a layer's weights are dequantized once per pass, for all of its chunks")
+    if work.shape.kind in OVERFLOWING and work.itemsize == 2:
+        notes.append(
+            f"{work.shape.kind} leaves the range of fp16: a card without bf16, such as the T4, trains it in fp32 only "
+            "(--weights fp32)"
+        )
     notes.append("GPU: tensors at the peak of a step with its optimizer; the driver takes about 0.7 GB more")
     return [f"  {note}" for note in notes]
 

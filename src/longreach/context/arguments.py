@@ -9,6 +9,7 @@ from .limits import Limits, host_total, this_machine
 from .offload import POLICIES
 from .shape import ModelShape
 from .speed import card_of_size
+from .stored import check_plain_embedding, loadable
 from .work import FORMATS, OPTIMIZERS, optimizer_kind
 
 
@@ -24,16 +25,32 @@ def check_counts(**counts: int) -> None:
         )
 
 
-def check_format(weights: str) -> str:
-    if weights not in FORMATS:
-        raise ValueError(f"weights={weights!r}: choose one of {', '.join(map(repr, FORMATS))}")
-    return weights
+def form_of_weights(weights: str | None, model_or_config: Any, shape: ModelShape) -> str:
+    """The entry of `work.FORMATS` that a plan counts with.
+
+    Raises:
+        ValueError: there is none of that name, or `load` or the first step would refuse it.
+    """
+    from torch import nn
+
+    from .auto import form_of
+
+    if weights is not None and weights not in FORMATS:
+        choice = ", ".join(map(repr, FORMATS))
+        raise ValueError(f"weights={weights!r}: choose one of {choice}, or None for what the checkpoint stores")
+    return loadable(shape, weights, stored=form_of(model_or_config) if isinstance(model_or_config, nn.Module) else None)
 
 
-def in_eight_bits(name: str | None) -> bool:
-    """Whether embedding and head are."""
+def in_eight_bits(name: str | None, shape: ModelShape) -> bool:
+    """Whether embedding and head are.
+
+    Raises:
+        ValueError: another name, or a model whose embedding can't be.
+    """
     if name not in (None, "int8"):
         raise ValueError(f"embedding={name!r}: choose 'int8', or None for the compute dtype")
+    if name is not None:
+        check_plain_embedding(shape.kind)
     return name == "int8"
 
 

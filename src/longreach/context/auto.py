@@ -22,7 +22,7 @@ from .work import Work
 
 logger = logging.getLogger(__name__)
 
-DTYPES = {2: "bf16", 4: "fp32", 8: "fp64"}
+DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Loaded:
         device = next(model.parameters()).device
         return cls(
             shape=shape,
-            weights=_weights(model),
+            weights=form_of(model),
             model_bytes=sum(storages.values()),
             trained_bytes=sum(p.numel() * p.element_size() for p in trained),
             trained_count=sum(p.numel() for p in trained),
@@ -105,14 +105,15 @@ def _layers(model: nn.Module) -> Iterator[nn.Parameter]:
     yield from (p for name, p in model.named_parameters() if ".layers." in f".{name}")
 
 
-def _weights(model: nn.Module) -> str:
+def form_of(model: nn.Module) -> str:
+    """The entry of `work.FORMATS` with a model's compute dtype and packing."""
     layer = next((p for p in model.parameters() if p.ndim == 1 and p.is_floating_point()), next(model.parameters()))
     forms = {getattr(getattr(module, "format", None), "name", None) for module in model.modules()}
     if "mxfp4" in forms:
         return "mxfp4"
     if any(not p.is_floating_point() and p.ndim > 1 for p in _layers(model)):
         return "nf4"  # or another form of 4 bits: its bytes are read, and it is dequantized likewise
-    return DTYPES.get(layer.element_size(), "bf16")
+    return DTYPES.get(layer.dtype, "bf16")
 
 
 @functools.lru_cache(maxsize=4096)

@@ -14,7 +14,7 @@ from typing import Any
 from .arguments import (
     adapter_itemsize,
     check_counts,
-    check_format,
+    form_of_weights,
     in_eight_bits,
     laid_down,
     limits_of,
@@ -28,7 +28,7 @@ from .policy import Policy
 from .sampling import Sampling, fitting_rows, samples, sampling_memory
 from .shape import ModelShape
 from .speed import GB, Card
-from .work import Work
+from .work import FORMATS, Work
 
 LONGEST = 1 << 24  # where the search for the longest context ends
 
@@ -219,7 +219,7 @@ def plan(
     context: int,
     completion: int,
     group: int = 1,
-    weights: str = "bf16",
+    weights: str | None = None,
     lora: Any = None,
     lora_dtype: str | None = None,
     gpu_bytes: int | None = None,
@@ -246,7 +246,8 @@ def plan(
         context: tokens of one row, prompt and completion.
         completion: tokens of a row that carry a loss.
         group: rows that share a prompt.
-        weights: "bf16", "fp16", "fp32", "nf4" or "mxfp4".
+        weights: "bf16", "fp16", "fp32", "nf4" or "mxfp4"; None for what the checkpoint stores, as for `longreach.load`, or the
+            model that is given has.
         lora: a peft.LoraConfig, a rank (on all linear layers but the head, experts included), or None to train all parameters.
         lora_dtype: "bf16" for adapters in 16 bits; None for PEFT's fp32.
         gpu_bytes: the card's total memory; None for this machine's GPU, or no limit, and no times, where there is none.
@@ -261,17 +262,19 @@ def plan(
         chunk, offload, save_attention, keep_every: as for `longreach.enable`, to lay them down instead of planning them.
 
     Raises:
-        ValueError: an argument is off; the message names it.
+        ValueError: an argument is off, the message names it; or `load` or the first step would refuse what is asked for.
         PlanError: nothing fits; the message says what would.
     """
     shape = ModelShape.of(model_or_config)
     check_counts(context=context, completion=completion, group=group, prompts=prompts)
     if rollout_rows is not None:
         check_counts(rollout_rows=rollout_rows)
+    ranks, form = ranks_of(lora, shape), form_of_weights(weights, model_or_config, shape)
+    if FORMATS[form].packed and not ranks:
+        raise ValueError(f"lora=None: weights in {form} are frozen, so nothing trains; give lora, or weights='bf16'")
     work = Work(
-        shape, context, completion, group, check_format(weights), ranks_of(lora, shape), prompts=prompts,
-        optimizer=optimizer_of(optimizer), eight_bit_tables=in_eight_bits(embedding), released=release_gradients,
-        reference=reference,
+        shape, context, completion, group, form, ranks, prompts=prompts, optimizer=optimizer_of(optimizer),
+        eight_bit_tables=in_eight_bits(embedding, shape), released=release_gradients, reference=reference,
     )  # fmt: skip
     if lora_dtype is not None:
         work = replace(
@@ -328,10 +331,15 @@ def refusal(found: Plan) -> str:
     else:
         text += f". No context fits here: the weights, what trains and one chunk take {size(gpu.memory.gpu)}"
     return f"{text}. Choose a smaller model" + (
-        (", or 4-bit weights (weights='nf4')." if not work.format.packed else ".")
+        (f", or 4-bit weights (weights={_smaller(work.shape)})." if not work.format.packed else ".")
         if work.ranks
         else ", or train an adapter (lora=16)."
     )
+
+
+def _smaller(shape: ModelShape) -> str:
+    """`weights` that takes less than 16 bits: a checkpoint that is packed already is not quantized again."""
+    return "'nf4'" if shape.quantization is None else "None, as stored"
 
 
 def _refused_sampling(found: Plan, sampling: Sampling, sampled: Memory) -> str:

@@ -34,6 +34,15 @@ def check_range(model: nn.Module) -> None:
             raise ValueError(f"{name} has values beyond the range of fp16 (65,504); load the model in bf16 or fp32")
 
 
+def check_fits_fp16(kind: str) -> None:
+    """Raise `UnsupportedModelError` for a family known to leave fp16's range inside its layers."""
+    if kind in OVERFLOWING:
+        raise UnsupportedModelError(
+            f"model_type {kind!r} leaves the range of fp16 (65,504) inside its layers; train it in bf16 "
+            "(weights='bf16', bf16=True), or on a card without bf16 in fp32 (weights='fp32', fp16=False)"
+        )
+
+
 class WideResidual:
     """Runs a decoder whose weights are fp16 with an fp32 residual stream, under autocast; others stay as they are.
 
@@ -60,11 +69,7 @@ class WideResidual:
         compute = torch.get_autocast_dtype(device) if cast else self._weight.dtype
         if compute != torch.float16:
             return
-        if self.kind in OVERFLOWING:
-            raise UnsupportedModelError(
-                f"model_type {self.kind!r} leaves the range of fp16 (65,504) inside its layers; train it in bf16 "
-                "(weights='bf16', bf16=True), or on a card without bf16 in fp32 (weights='fp32', fp16=False)"
-            )
+        check_fits_fp16(self.kind)
         self._wide = True
         if not cast:
             self._autocast = torch.autocast(device, dtype=torch.float16)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,8 @@ class ModelShape:
         positions: longest position the config names, or None.
         bias: linear layers of attention carry a bias.
         exact: False where the memory formula is an upper estimate only (latent or linear attention).
+        dtype: of a checkpoint's weights as its config names it, such as "bfloat16", or None.
+        quantization: the config's entry on how they are packed, or None.
     """
 
     name: str
@@ -52,6 +54,8 @@ class ModelShape:
     positions: int | None = None
     bias: bool = False
     exact: bool = True
+    dtype: str | None = field(default=None, compare=False)
+    quantization: Mapping[str, Any] | None = field(default=None, compare=False)
 
     @property
     def fused(self) -> bool:
@@ -158,15 +162,13 @@ class ModelShape:
         if isinstance(model_or_config, (str, Path)):
             return cls._named(str(model_or_config), estimate)
         config = getattr(model_or_config, "config", model_or_config)
-        if hasattr(config, "get_text_config"):
-            config = config.get_text_config()
-        name = str(getattr(config, "_name_or_path", "") or "")
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        name = str(getattr(text, "_name_or_path", "") or "")
         name = EMBEDDED if name == str(EMBEDDED_FOLDER) else name
-        if hasattr(config, "to_dict"):
-            config = config.to_dict()
-        if not isinstance(config, Mapping):
+        config, text = (c.to_dict() if hasattr(c, "to_dict") else c for c in (config, text))
+        if not isinstance(text, Mapping):
             raise ValueError(f"model_or_config is a {type(model_or_config).__name__}: pass a model, a config or a name")
-        return cls._from_dict(config, name, estimate)
+        return cls._from_dict(text, name, estimate, whole=config)
 
     @classmethod
     def _named(cls, name: str, estimate: bool = False) -> ModelShape:
@@ -191,8 +193,12 @@ class ModelShape:
             raise ValueError(f"{not_on_the_hub(name, error)}. Known without it are {names}") from error
 
     @classmethod
-    def _from_dict(cls, config: Mapping[str, Any], name: str, estimate: bool = False) -> ModelShape:
+    def _from_dict(
+        cls, config: Mapping[str, Any], name: str, estimate: bool = False, *, whole: Mapping[str, Any] | None = None
+    ) -> ModelShape:
+        whole = whole or config
         config = config.get("text_config") or config
+        dtype = next((c[k] for c in (whole, config) for k in ("dtype", "torch_dtype") if c.get(k)), None)
         kind = str(config.get("model_type", ""))
         missing = [
             k for k in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads") if k not in config
@@ -229,6 +235,8 @@ class ModelShape:
             positions=config.get("max_position_embeddings"),
             bias=kind in QKV_BIAS or bool(config.get("attention_bias")),
             exact=exact,
+            dtype=None if dtype is None else str(dtype).removeprefix("torch."),
+            quantization=whole.get("quantization_config") or None,
         )
 
 
@@ -258,8 +266,9 @@ def _dense(name: str, kind: str, *dims: int, tied: bool, positions: int) -> Mode
     vocab, hidden, layers, heads, kv_heads, head_dim, mlp = dims
     windows = (None,) * layers
     return ModelShape(
-        name, kind, vocab, hidden, layers, heads, kv_heads, head_dim, mlp, windows, tied=tied, positions=positions
-    )
+        name, kind, vocab, hidden, layers, heads, kv_heads, head_dim, mlp, windows, tied=tied, positions=positions,
+        dtype="bfloat16",
+    )  # fmt: skip
 
 
 _SHAPES = (
@@ -274,10 +283,12 @@ _SHAPES = (
     ModelShape(
         "Gemma-3-12B", "gemma3_text", 262208, 3840, 48, 16, 8, 256, 15360,
         tuple(None if (i + 1) % 6 == 0 else 1024 for i in range(48)), tied=True, positions=131072,
+        dtype="bfloat16",
     ),
     ModelShape(
         "gpt-oss-20b", "gpt_oss", 201088, 2880, 24, 64, 8, 64, 2880,
         tuple(128 if i % 2 == 0 else None for i in range(24)), experts=32, active=4, positions=131072, bias=True,
+        dtype="bfloat16", quantization={"quant_method": "mxfp4"},
     ),
 )  # fmt: skip
 KNOWN = {shape.name.lower(): shape for shape in _SHAPES}

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from ..loading import load
 from ..model_name import model_place, not_on_the_hub
-from ..origin import origin_of
+from ..origin import Origin, origin_of
 from ..quant.formats import FORMATS
 from .errors import ExportError
-from .source import Source, live_source
+from .source import Source, check_tokenizer, live_source
 from .weights import CheckpointWeights
 
 RUN_LOG = "log.jsonl"
@@ -49,7 +49,7 @@ def folder_source(given: str | Path, tokenizer: Any = None, *, weights: str | No
     facts: dict[str, Any] = {"base_name": origin.base, "folders": folders, "run": run}
     facts["adapter_folder"] = Path(origin.adapter) if origin.adapter else None
     if origin.gguf or _in_four_bits(base, trained_on):
-        return dataclasses.replace(_loaded(place, tokenizer, trained_on), **facts)
+        return dataclasses.replace(_loaded(place, origin, tokenizer, trained_on), **facts)
     return _structure(base, origin, tokenizer, facts)
 
 
@@ -80,15 +80,17 @@ def _in_four_bits(base: Path, trained_on: str | None) -> bool:
     return method not in (None, "mxfp4") or (method is None and trained_on is not None)
 
 
-def _loaded(place: Path, tokenizer: Any, weights: str | None) -> Source:
+def _loaded(place: Path, origin: Origin, tokenizer: Any, weights: str | None) -> Source:
     try:
+        if tokenizer is not None:
+            check_tokenizer(tokenizer, origin.config().get_text_config().vocab_size)
         model, found = load(str(place), weights=weights, device="cpu", parity_check=False)
     except ValueError as error:
         raise ExportError(str(error)) from error
     return live_source(model, tokenizer or found)
 
 
-def _structure(base: Path, origin: Any, tokenizer: Any, facts: dict[str, Any]) -> Source:
+def _structure(base: Path, origin: Origin, tokenizer: Any, facts: dict[str, Any]) -> Source:
     """The model's modules without weights, and readers of what is on disk."""
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -21,7 +21,7 @@ from .errors import ExportError, MismatchError
 from .folder import write_adapter, write_merged
 from .from_disk import folder_source, load_adapted, onto_original
 from .probe import Reference, measure
-from .source import Source, live_source
+from .source import Source, check_tokenizer, live_source
 from .staging import REPORT, staged
 from .verify import Check, check_adapter, check_gguf, check_merged, check_written
 from .vocabulary import stop_ids
@@ -143,7 +143,8 @@ def export(
         What was written and compared. A report is in ``verification.json`` beside the model.
 
     Raises:
-        ExportError: wrong arguments, a model that the format can't hold, an existing `path`, a full disk. Nothing is left behind.
+        ExportError: wrong arguments, a model that the format can't hold, another model's tokenizer, an existing `path`, a full
+            disk. Nothing is left behind.
         MismatchError: the export does not compute what the model computes; it was kept as ``path.bad`` for a look.
     """
     options = Options(format, quantization, verify, force, as_adapter, upload, private, dry_run, say)
@@ -174,6 +175,7 @@ class _Export:
         self.single_file = options.format == "gguf" and target.suffix == ".gguf"
         self.kind = options.quantization or (gguf_file.DEFAULT_TYPE if options.is_gguf else None)
         _refuse_what_cannot_work(source, options)
+        self.notes += check_tokenizer(source.tokenizer, source.base_model.get_input_embeddings().weight.shape[0])
         for place in source.folders:
             if target == place.resolve() or target in place.resolve().parents:
                 raise ExportError(f"path={str(target)!r} would replace the model that is exported; choose another path")

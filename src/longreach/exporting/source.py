@@ -105,6 +105,29 @@ def live_source(model: nn.Module, tokenizer: Any) -> Source:
     )
 
 
+def check_tokenizer(tokenizer: Any, size: int) -> list[str]:
+    """Refuse a tokenizer with tokens that a vocabulary of this size has no row for, as another model's has.
+
+    Returns:
+        A remark on special tokens beyond the vocabulary that no text or chat holds (padding, or the images of a model of text).
+    """
+    beyond = sorted((number, text) for text, number in tokenizer.get_vocab().items() if number >= size)
+    if not beyond:
+        return []
+    added, ends = tokenizer.added_tokens_decoder, (tokenizer.bos_token_id, tokenizer.eos_token_id)
+    chat = str(tokenizer.chat_template)
+    idle = [n for n, text in beyond if n in added and added[n].special and n not in ends and text not in chat]
+    if len(idle) < len(beyond):
+        number, text = next((n, text) for n, text in beyond if n not in idle)
+        raise ExportError(
+            f"the tokenizer has {len(tokenizer):,} tokens, the model's vocabulary {size:,} (ids 0 to {size - 1:,}), so that "
+            f"{text!r} with id {number:,} has no row: was another tokenizer used? Export with the one that the model was "
+            "trained with"
+        )
+    named = ", ".join(repr(text) for _, text in beyond)
+    return [f"the tokenizer's {named} lies beyond the model's vocabulary of {size:,}: the model can't be given it"]
+
+
 def stored_format(model: nn.Module) -> str | None:
     """The format of a model's 4-bit weights; None if it has none."""
     found = {m.format.name for m in model.modules() if isinstance(m, (FourBitLinear, FourBitExperts))}
