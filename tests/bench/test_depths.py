@@ -58,7 +58,7 @@ def test_a_warmed_engine_waits_and_then_counts_each_step(tmp_path):
     running.join(timeout=5)
     assert running.is_alive() and not out.exists()
     go.touch()
-    running.join(timeout=60)
+    running.join(timeout=250)
     found = json.loads(out.read_text())
     assert {r["case"] for r in found} == {"sequence", "everyday"}
     assert all(r["first_step_s"] is None and r["repeats"] == 1 and r["step_s"] > 0 for r in found)

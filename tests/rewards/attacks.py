@@ -7,7 +7,9 @@ outside is checked from outside as well (`battery.py`).
 # ruff: noqa: E501 - one attack, one line
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from longreach.rewards.sandbox import Limits
 
 _PRELUDE = '''
 import os, sys, ctypes
@@ -33,6 +35,9 @@ def attempt(*actions):
 '''
 
 
+AMPLE = Limits(cpu_s=30, wall_s=60, memory_bytes=256 << 20, denials=100)
+
+
 @dataclass(frozen=True)
 class Attack:
     """``ends`` lists the failures an attack may end in; by default it must come back and report that it was refused."""
@@ -41,6 +46,13 @@ class Attack:
     kind: str
     source: str
     ends: tuple[str, ...] = ("",)
+
+    @property
+    def limits(self) -> Limits:
+        """Little time only where time is what it must run out of: on a busy machine too it then meets the limit it is about."""
+        if "wall" in self.ends:
+            return replace(AMPLE, cpu_s=1, wall_s=0.8)
+        return replace(AMPLE, cpu_s=1) if "cpu" in self.ends else AMPLE
 
 
 def _attack(kind: str, name: str, body: str, *ends: str) -> Attack:

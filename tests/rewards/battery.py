@@ -16,18 +16,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import replace
 from typing import Any
 
-from attacks import Attack, attacks
+from attacks import AMPLE, Attack, attacks
 
-from longreach.rewards.sandbox import Limits, Sandbox
+from longreach.rewards.sandbox import Sandbox
 from longreach.rewards.sandbox.child import kernel, seccomp
 
 SECRET = "the-expected-value-is-4711"
 HONEST = "def f(x):\n    return x + 1\n"
-LIMITS = Limits(cpu_s=1, wall_s=15, memory_bytes=256 << 20, denials=100)
-IMPATIENT = replace(LIMITS, wall_s=0.8)  # for attacks whose proper end is the wall clock's
 
 
 def forbid_namespaces() -> None:
@@ -112,8 +109,9 @@ class Targets:
 
 def judge(box: Sandbox, attack: Attack, targets: Targets, zygote: int) -> str:
     """ "" when the attack failed as it should, else what it achieved."""
-    limits = IMPATIENT if "wall" in attack.ends else LIMITS
-    outcome = box.call(attack.source, "f", [(targets.describe(zygote),), (targets.describe(zygote),)], limits=limits)
+    outcome = box.call(
+        attack.source, "f", [(targets.describe(zygote),), (targets.describe(zygote),)], limits=attack.limits
+    )
     if harm := targets.harm():
         return harm
     if SECRET in repr(outcome) or any(str(value).startswith("breached") for value in outcome.values):
@@ -129,7 +127,7 @@ def main() -> None:
     tier, *flags = sys.argv[1:]
     if "forbid" in flags:
         forbid_namespaces()
-    with tempfile.TemporaryDirectory() as directory, Sandbox(tier, workers=1, limits=LIMITS) as box:
+    with tempfile.TemporaryDirectory() as directory, Sandbox(tier, workers=1, limits=AMPLE) as box:
         targets = Targets(directory)
         findings, denials, slowest = {}, {}, {}
         zygote = next(iter(box._all)).pid

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from attacks import attacks
 
-from longreach.rewards.sandbox import IsolationError, Limits, Sandbox
+from longreach.rewards.sandbox import IsolationError, Sandbox
 
 BATTERY = str(Path(__file__).parent / "battery.py")
 SOURCES = str(Path(__file__).parents[2] / "src")
@@ -104,9 +104,8 @@ def test_the_battery_finds_holes_where_there_are_some(tier: str) -> None:
 
 @pytest.mark.parametrize("name", ["memory bomb", "CPU bomb", "sleep", "output bomb", "descriptor bomb"])
 def test_rlimit_alone_stops_bombs(name: str) -> None:
-    limits = Limits(cpu_s=1, wall_s=1.5, memory_bytes=128 << 20)
     (attack,) = [attack for attack in attacks("none") if attack.name == name]
-    with pytest.warns(RuntimeWarning), Sandbox("rlimit", min_tier="none", workers=1, limits=limits) as box:
+    with pytest.warns(RuntimeWarning), Sandbox("rlimit", min_tier="none", workers=1, limits=attack.limits) as box:
         outcome = box.call(attack.source, "f", [({},)])
         assert outcome.failure in attack.ends
         assert not any(str(value).startswith("breached") for value in outcome.values)

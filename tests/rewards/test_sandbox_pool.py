@@ -8,7 +8,6 @@ import os
 import pickle
 import signal
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -87,13 +86,12 @@ def test_a_broken_interpreter_is_reported() -> None:
 
 def test_a_wedged_neighbour_does_not_matter(box: Sandbox) -> None:
     wedged = threading.Thread(
-        target=lambda: box.call("def f():\n    while True: pass", "f", [()], limits=Limits(wall_s=1.5))
+        target=lambda: box.call("def f():\n    while True: pass", "f", [()], limits=Limits(wall_s=3))
     )
     wedged.start()
-    begin = time.monotonic()
     for _ in range(5):
         assert box.call(ADD, "add", [(1, 2)]).ok
-    assert time.monotonic() - begin < 1.4
+    assert wedged.is_alive()
     wedged.join(30)
 
 
