@@ -104,9 +104,16 @@ def test_keeping_on_the_host_and_saving_attention_change_nothing(name, fuse):
             assert worst(plain[1], grads)[0] <= (2e-6 if save and fuse else 0.0), (offload, save)
 
 
-@pytest.mark.parametrize("fuse", [True, False], ids=["fused", "module"])
 @pytest.mark.parametrize("name", ["qwen3", "gemma3", "gemma2", "qwen3_next", "gpt_oss", "mixtral"])
-@pytest.mark.parametrize("tree_name", ["group", "deep"])
+@pytest.mark.parametrize(
+    ("tree_name", "fuse"),
+    [
+        pytest.param("group", True, id="group-fused"),
+        pytest.param("deep", False, id="deep-module"),
+        pytest.param("deep", True, id="deep-fused", marks=pytest.mark.slow),
+        pytest.param("group", False, id="group-module", marks=pytest.mark.slow),
+    ],
+)
 def test_streaming_from_the_host_changes_no_bit(name, tree_name, fuse):
     """The hidden row, keys, values and all gradients on the host; inputs of few layers kept. Windows, states, experts too."""
     tree, _ = TREES[tree_name]()

@@ -125,7 +125,7 @@ def stress(total: int, kind: str, pools: list, seed: int = 0) -> Traffic:
     return traffic
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "mistral"])
+@pytest.mark.parametrize("kind", ["qwen3", pytest.param("mistral", marks=pytest.mark.slow)])
 def test_two_thousand_requests(kind: str, pools: list) -> None:
     stress(2_000, kind, pools)
 
