@@ -49,16 +49,26 @@ def choices(work: Work, limits: Limits, fixed: Mapping[str, Any]) -> Iterator[tu
         yield tuple(Choice(p, step_memory(work, p), step_seconds(work, p, limits.rates)) for p in tier)
 
 
-def choose(work: Work, limits: Limits, fixed: Mapping[str, Any], *, below: int | None = None) -> Choice | None:
+def choose(
+    work: Work,
+    limits: Limits,
+    fixed: Mapping[str, Any],
+    *,
+    below: int | None = None,
+    too_large: set[Policy] | None = None,
+) -> Choice | None:
     """The fastest of the first tier in which one fits; None if nothing does.
 
     Args:
         below: only what takes less than so many bytes of the GPU.
+        too_large: policies that are known not to fit; those found not to are added.
     """
     first = first_chunk(work.tokens, experts=work.shape.experts > 0)
+    too_large = set() if too_large is None else too_large
     for tier in tiers(first, fixed, offload=limits.offload):
-        found = (Choice(p, step_memory(work, p), 0.0) for p in tier)
+        found = [Choice(p, step_memory(work, p), 0.0) for p in tier if p not in too_large]
         fitting = [c for c in found if c.fits(limits) and (below is None or c.memory.gpu < below)]
+        too_large.update(c.policy for c in found if c not in fitting)
         if fitting:  # seconds are needed only now
             timed = [replace(c, seconds=step_seconds(work, c.policy, limits.rates)) for c in fitting]
             return min(timed, key=lambda choice: choice.seconds)

@@ -99,13 +99,13 @@ class Plan:
         """Every policy in the order of preference, at another context if given."""
         return [choice for tier in choices(self._at(context), self.limits, self.fixed) for choice in tier]
 
-    def at(self, context: int) -> Choice | None:
-        """What the planner picks at another context; None where nothing fits."""
-        return self.alone(context) if self._samples(self._at(context)) else None
+    def at(self, context: int, too_large: set[Policy] | None = None) -> Choice | None:
+        """What the planner picks at another context; None where nothing fits. `too_large` as for `choose`."""
+        return self.alone(context, too_large) if self._samples(self._at(context)) else None
 
-    def alone(self, context: int) -> Choice | None:
+    def alone(self, context: int, too_large: set[Policy] | None = None) -> Choice | None:
         """The same, of the step without regard to sampling."""
-        return choose(self._at(context), self.limits, self.fixed)
+        return choose(self._at(context), self.limits, self.fixed, too_large=too_large)
 
     def _at(self, context: int | None) -> Work:
         return self.work if context is None else replace(self.work, context=context)
@@ -120,11 +120,15 @@ class Plan:
         limits = replace(mine, gpu_bytes=gpu_bytes or mine.gpu_bytes, host_bytes=host_bytes or mine.host_bytes)
         limited = replace(self, limits=limits)
         low, high = self.work.completion + 1, LONGEST
-        if limited.at(low) is None:
+        too_large: set[Policy] = set()  # at `low`, and so at every longer context
+        if limited.at(low, too_large) is None:
             return 0
         while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if limited.at(middle) is not None else (low, middle)
+            middle, failing = (low + high) // 2, set(too_large)
+            if limited.at(middle, failing) is None:
+                high = middle
+            else:
+                low, too_large = middle, failing
         return low
 
     def limit(self, longest: int) -> str:
