@@ -18,11 +18,10 @@ from torch import Tensor, nn
 from .limits import Limits, this_machine
 from .plan import Plan, made, refusal
 from .shape import ModelShape
+from .stored import DTYPES
 from .work import Work
 
 logger = logging.getLogger(__name__)
-
-DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 
 
 @dataclass(frozen=True)
@@ -113,7 +112,7 @@ def form_of(model: nn.Module) -> str:
         return "mxfp4"
     if any(not p.is_floating_point() and p.ndim > 1 for p in _layers(model)):
         return "nf4"  # or another form of 4 bits: its bytes are read, and it is dequantized likewise
-    return DTYPES.get(layer.dtype, "bf16")
+    return DTYPES.get(str(layer.dtype).removeprefix("torch."), "bf16")
 
 
 @functools.lru_cache(maxsize=4096)

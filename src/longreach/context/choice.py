@@ -68,7 +68,7 @@ def choose(
     for tier in tiers(first, fixed, offload=limits.offload):
         found = [Choice(p, step_memory(work, p), 0.0) for p in tier if p not in too_large]
         fitting = [c for c in found if c.fits(limits) and (below is None or c.memory.gpu < below)]
-        too_large.update(c.policy for c in found if c not in fitting)
+        too_large |= {c.policy for c in found} - {c.policy for c in fitting}
         if fitting:  # seconds are needed only now
             timed = [replace(c, seconds=step_seconds(work, c.policy, limits.rates)) for c in fitting]
             return min(timed, key=lambda choice: choice.seconds)
